@@ -298,3 +298,8 @@ class Config(Section):
     """Weights from trainer to engines."""
     trainer: TrainerConfig = TrainerConfig()
     """The loop."""
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Prompts per optimizer step."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size

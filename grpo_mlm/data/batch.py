@@ -8,7 +8,7 @@ lengths. What is trained on follows from lengths alone, never from token values.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class RolloutBatch:
     def sample_tokens(self, i: int) -> np.ndarray:
         """Token ids of sample i, prompt and response."""
         return self.tokens[self.cu_seqlens[i] : self.cu_seqlens[i + 1]]
+
+    def without_training_columns(self) -> RolloutBatch:
+        """The batch as it was when sampling and scoring ended."""
+        return replace(self, old_logprobs=None, ref_logprobs=None, advantages=None)
 
     def check(self) -> None:
         """Raise ValueError where lengths disagree: ids and log-probs must be those that were sampled."""

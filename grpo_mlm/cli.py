@@ -1,0 +1,81 @@
+"""The command line: `grpo-mlm train CONFIG [key=value ...]`.
+
+Exit codes: 0 done, 1 the run failed, 2 the user's mistake, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+from grpo_mlm.config import load_config
+from grpo_mlm.errors import RunFailure, UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def root() -> None:
+    """GRPO training of language models on Megatron and vLLM."""
+
+
+@app.command()
+def train(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, see yaml_configs/")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="dotted.key=value, any key of the config")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check config, model and data, print the layout, stop")
+    ] = False,
+) -> None:
+    """Train a policy with GRPO."""
+    config = load_config(config_file, overrides or [])
+    # Heavy imports wait until the config is known to be right.
+    from grpo_mlm.trainer.prepare import prepare
+
+    prepared = prepare(config)
+    out = Console(highlight=False)
+    if dry_run:
+        out.print(f"model    {prepared.model_folder}")
+        out.print(f"layout   {prepared.world.describe()} on {prepared.device}")
+        out.print(f"prompts  {len(prepared.train_prompts)} train, {len(prepared.val_prompts)} validation")
+        out.print(f"dropped  {prepared.dropped or 'none'}")
+        return
+    from grpo_mlm.trainer.loop import train as train_loop
+    from grpo_mlm.trainer.run import open_run
+
+    with open_run(config, prepared) as run:
+        train_loop(run)
+        run.summarize()
+
+
+def _terminate(signum: int, _frame: FrameType | None) -> None:
+    """SIGTERM unwinds the run like any other end, so that no process stays behind."""
+    sys.exit(128 + signum)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code = 0
+    try:
+        app(standalone_mode=False)
+    except (UserError, RunFailure) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        code = 2 if isinstance(error, UserError) else 1
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        Console(stderr=True).print("interrupted")
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,69 @@
+"""The trainer's ranks as one object: cuts a batch over data-parallel ranks, calls all, joins what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from grpo_mlm.algorithms.aggregate import token_weights
+from grpo_mlm.cluster.process import Process, wait
+from grpo_mlm.config.schema import ActorConfig
+from grpo_mlm.data.batch import RolloutBatch
+from grpo_mlm.data.microbatch import pack
+from grpo_mlm.telemetry.reduce import reduce_metrics
+
+
+class ActorGroup:
+    """One Megatron process a rank; `dp` of them hold different samples, the others share those of a replica."""
+
+    def __init__(self, processes: list[Process], dp: int, config: ActorConfig, timeout_s: float) -> None:
+        self.processes = processes
+        self.dp = dp
+        self.config = config
+        self.timeout_s = timeout_s
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank with the same arguments; one result a rank."""
+        refs = [process.submit(method, *args) for process in self.processes]
+        return wait(self.processes, refs, method, self.timeout_s)
+
+    def logprobs(self, batch: RolloutBatch, which: str) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs and entropies of every response token under the `actor` or the `ref` weights, `[R]` each."""
+        schedule = pack(batch.seq_lens, np.arange(len(batch)), self.dp, self.config.max_tokens_per_gpu)
+        replies = self.call("logprobs", ray.put(batch), schedule, which)
+        return _scatter(batch, replies, "logprobs"), _scatter(batch, replies, "entropy")
+
+    def update(
+        self, batch: RolloutBatch, mini: np.ndarray, trained: np.ndarray
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """One optimizer step on the `trained` samples of the mini-batch.
+
+        Returns the metrics over the whole step, and the log-probs of the training forward `[R]` (NaN elsewhere).
+        The denominators of the loss are those of this step, over every rank and micro-batch.
+        """
+        chosen = np.zeros(len(batch), dtype=bool)
+        chosen[mini] = True
+        chosen &= trained
+        cfg = self.config
+        weights = token_weights(batch.response_lens, chosen, cfg.loss_agg_mode, cfg.loss_scale_factor)
+        schedule = pack(batch.seq_lens, np.flatnonzero(chosen), self.dp, cfg.max_tokens_per_gpu)
+        replies = self.call("update", ray.put(batch), schedule, weights.astype(np.float32))
+        return reduce_metrics([reply["metrics"] for reply in replies]), _scatter(batch, replies, "logprobs")
+
+
+def _scatter(batch: RolloutBatch, replies: Sequence[dict[str, Any] | None], column: str) -> np.ndarray:
+    """Put the replicas' per-token values back in the batch's order, float32 `[R]`."""
+    offsets = batch.cu_responses
+    values = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
+    for reply in replies:
+        if reply is None or column not in reply:
+            continue
+        begin = 0
+        for i in reply["indices"]:
+            length = int(offsets[i + 1] - offsets[i])
+            values[offsets[i] : offsets[i + 1]] = reply[column][begin : begin + length]
+            begin += length
+    return values

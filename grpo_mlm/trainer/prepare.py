@@ -1,0 +1,78 @@
+"""Everything that can be checked before a process starts: model, layout, prompts. `--dry-run` ends here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mlm.bridge.hf_files import hub_folder
+from grpo_mlm.config.check import World, check_model, resolve_world
+from grpo_mlm.config.schema import Config, ModelConfig
+from grpo_mlm.data.batch import RolloutBatch
+from grpo_mlm.data.prompts import Prompt, load_prompts, load_tokenizer
+from grpo_mlm.errors import UserError
+from grpo_mlm.rewards.custom import load_function
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the run starts from."""
+
+    model_folder: Path
+    device: str  # "cpu" or "cuda"
+    world: World
+    train_prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    dropped: dict[str, int]  # reason -> rows
+
+
+def prepare(config: Config) -> Prepared:
+    """Resolve the model and the devices, read and render every prompt; the first mistake is a UserError."""
+    device, gpus = resolve_device(config)
+    world = resolve_world(config, gpus)
+    folder = model_folder(config.model)
+    check_model(config, json.loads((folder / "config.json").read_text()))
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    train = load_prompts(config.data.train_files, config.data, tokenizer)
+    if len(train.prompts) < config.data.train_batch_size and config.trainer.debug.load_rollouts is None:
+        raise UserError(
+            f"data.train_files: {len(train.prompts)} usable prompts ({train.dropped or 'none dropped'}), "
+            f"fewer than data.train_batch_size={config.data.train_batch_size}"
+        )
+    val = load_prompts(config.data.val_files, config.data, tokenizer)
+    if config.trainer.debug.load_rollouts is not None:
+        RolloutBatch.load(config.trainer.debug.load_rollouts)
+    dropped = {f"train/{k}": n for k, n in train.dropped.items()} | {
+        f"val/{k}": n for k, n in val.dropped.items()
+    }
+    return Prepared(folder, device, world, train.prompts, val.prompts, dropped)
+
+
+def resolve_device(config: Config) -> tuple[str, int | None]:
+    """The accelerator, and how many of them a node has (None on a CPU: as many as the layout asks for)."""
+    import torch
+
+    visible = torch.cuda.device_count()
+    device = config.cluster.device if config.cluster.device != "auto" else ("cuda" if visible else "cpu")
+    if device == "cpu":
+        return device, config.cluster.n_devices_per_node
+    if config.cluster.placement == "colocated":
+        raise UserError(
+            "cluster.placement=colocated on GPUs: weights travel by NCCL, which cannot join two ranks "
+            "of one device; use disaggregated"
+        )
+    count = config.cluster.n_devices_per_node or visible
+    if not count:
+        raise UserError(
+            "cluster.device=cuda: no GPU is visible here; set cluster.n_devices_per_node, or cluster.device=cpu"
+        )
+    return device, count
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """A local folder, one that `model.maker` makes now, or a hub id's local copy."""
+    folder = Path(config.path).expanduser()
+    if config.maker and not folder.exists():
+        load_function(config.maker, "model.maker")(folder)
+    return hub_folder(config.path)

@@ -1,0 +1,182 @@
+"""A run's parts, brought up in order and taken down in reverse: prompts, rewards, Ray, trainer, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mlm.cluster.actor_group import ActorGroup
+from grpo_mlm.cluster.engine_group import EngineGroup
+from grpo_mlm.cluster.placement import ray_cluster, reserve
+from grpo_mlm.cluster.start import start_actor, start_engines
+from grpo_mlm.cluster.weight_sync import WeightSync
+from grpo_mlm.config.schema import Config
+from grpo_mlm.data.assemble import assemble
+from grpo_mlm.data.batch import RolloutBatch
+from grpo_mlm.data.prompts import Prompt
+from grpo_mlm.data.sampler import PromptSampler
+from grpo_mlm.errors import RunFailure
+from grpo_mlm.rewards.scorer import Scorer, build_scorer
+from grpo_mlm.rollout.request import Sampling
+from grpo_mlm.telemetry.clock import Clock
+from grpo_mlm.telemetry.console import RunConsole
+from grpo_mlm.telemetry.samples import write_samples
+from grpo_mlm.telemetry.trackers import JsonlTracker, TensorBoardTracker
+from grpo_mlm.trainer.prepare import Prepared
+from grpo_mlm.trainer.rollout import make_requests, rollout
+from grpo_mlm.trainer.run_dir import create_run_dir
+
+
+@dataclass
+class Run:
+    """Everything that `loop.train` works with."""
+
+    config: Config
+    folder: Path
+    train_prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    sampler: PromptSampler
+    scorer: Scorer
+    actor: ActorGroup
+    engines: EngineGroup | None  # None while steps replay a saved batch
+    weights: WeightSync | None
+    console: RunConsole
+    trackers: list[JsonlTracker | TensorBoardTracker]
+    total_steps: int
+    skipped_in_a_row: int = 0
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Not when one optimizer step uses the whole batch: its own forward, detached, is the old policy."""
+        cfg = self.config
+        return (
+            cfg.actor.ppo_epochs > 1
+            or cfg.mini_batch_size < cfg.data.train_batch_size
+            or cfg.algorithm.use_kl_in_reward
+        )
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something that happens `every` so many steps, and after the last, happens now."""
+        return every > 0 and (step % every == 0 or step == self.total_steps)
+
+    def rollout_batch(self, step: int, clock: Clock) -> RolloutBatch:
+        """Sample and score this step's prompts, or load the saved batch that stands in for them."""
+        cfg = self.config
+        if cfg.trainer.debug.load_rollouts is not None:
+            with clock("gen"):
+                return RolloutBatch.load(cfg.trainer.debug.load_rollouts).without_training_columns()
+        assert self.engines is not None
+        with clock("gen"):
+            prompts = {group: self.train_prompts[row] for group, row in self.sampler.next()}
+            requests = make_requests(prompts, cfg.rollout.n, cfg.run.seed, step)
+            sampling = Sampling(
+                cfg.rollout.temperature, cfg.data.max_response_length, stop=tuple(cfg.rollout.stop)
+            )
+            with self.console.generating(len(requests)) as bar:
+                finished, scoring_seconds = rollout(
+                    self.engines,
+                    self.scorer,
+                    prompts,
+                    requests,
+                    sampling,
+                    lambda: bar.advance(0),
+                    cfg.cluster.call_timeout_s,
+                )
+            batch = assemble(finished)
+        clock.move("gen", "reward", scoring_seconds)
+        if cfg.trainer.debug.save_rollouts is not None:
+            batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
+        self._check_invalid(batch)
+        return batch
+
+    def _check_invalid(self, batch: RolloutBatch) -> None:
+        fraction, limit = 1 - batch.valid.mean(), self.config.reward.max_invalid_fraction
+        if fraction > limit:
+            reasons = sorted({reason for reason, ok in zip(batch.reason, batch.valid, strict=True) if not ok})
+            raise RunFailure(
+                f"{fraction:.0%} of the step's samples are invalid, more than reward.max_invalid_fraction={limit}: "
+                + "; ".join(reasons[:5])
+            )
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hand the actor's weights to the engines, which then sample as `version`."""
+        return self.weights.sync(version) if self.weights else {}
+
+    def save_weights(self, step: int) -> None:
+        """Write the actor as a Hugging Face folder, `checkpoints/step_N`."""
+        self.actor.call("export_hf", self.folder / "checkpoints" / f"step_{step}")
+
+    def check_skipped(self, metrics: dict[str, float]) -> None:
+        """Stop the run when too many optimizer steps in a row were skipped as non-finite."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.get("actor/skipped_steps") else 0
+        if self.skipped_in_a_row >= self.config.actor.max_skipped_steps:
+            raise RunFailure(
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient "
+                "(actor.max_skipped_steps); lower actor.optim.lr or look at the last batch"
+            )
+
+    def log(self, step: int, metrics: dict[str, float], batch: RolloutBatch | None = None) -> None:
+        """Metrics to every tracker, the step's line and a few samples to the console, all samples to a file."""
+        if batch is not None:
+            metrics["perf/throughput"] = len(batch.tokens) / metrics["timing_s/step"]
+            metrics["data/epoch"] = float(self.sampler.epoch)
+            write_samples(batch, self.folder / "samples" / f"step_{step}.jsonl")
+            self.console.samples(batch, self.config.trainer.log_samples)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+        self.console.step(step, self.total_steps, metrics)
+
+
+@contextmanager
+def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
+    """Bring everything up; whatever way the run ends, everything goes down again."""
+    folder = create_run_dir(config)
+    console = RunConsole(quiet="console" not in config.trainer.logger)
+    console.say(f"run directory {folder}")
+    world, device = prepared.world, prepared.device
+    timeout = config.cluster.start_timeout_s
+    with ExitStack() as stack:
+        trackers: list[JsonlTracker | TensorBoardTracker] = [JsonlTracker(folder / "metrics.jsonl")]
+        if "tensorboard" in config.trainer.logger:
+            trackers.append(TensorBoardTracker(folder / "tensorboard"))
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        scorer = build_scorer(config.reward)
+        stack.callback(scorer.close)
+        scorer.check_rows([*prepared.train_prompts, *prepared.val_prompts])
+        console.say(f"starting {world.describe()} on {device}")
+        stack.enter_context(ray_cluster(config.cluster, device, world.devices))
+        slots = stack.enter_context(reserve(world.devices, device, timeout))
+        replay = config.trainer.debug.load_rollouts is not None
+        engines = (
+            None
+            if replay
+            else stack.enter_context(start_engines(config, prepared.model_folder, world, slots, folder))
+        )
+        actor = stack.enter_context(start_actor(config, prepared.model_folder, world, slots, folder))
+        if engines:
+            engines.call("ready")
+        weights = WeightSync(actor, engines, world.rollout_tp, timeout) if engines else None
+        rows = len(prepared.train_prompts)
+        batch_size = config.data.train_batch_size
+        epochs_steps = max(1, config.trainer.total_epochs * rows // batch_size)
+        yield Run(
+            config=config,
+            folder=folder,
+            train_prompts=prepared.train_prompts,
+            val_prompts=prepared.val_prompts,
+            sampler=PromptSampler(rows, batch_size, config.data.shuffle, config.run.seed),
+            scorer=scorer,
+            actor=actor,
+            engines=engines,
+            weights=weights,
+            console=console,
+            trackers=trackers,
+            total_steps=config.trainer.total_training_steps or epochs_steps,
+        )
