@@ -40,7 +40,8 @@ class _Host:
         return getattr(self.target, method)(*args)
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        yield from getattr(self.target, method)(*args)
+        for item in getattr(self.target, method)(*args):  # noqa: UP028 - Ray sends into what it iterates
+            yield item
 
 
 class Process:

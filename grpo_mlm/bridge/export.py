@@ -1,0 +1,152 @@
+"""Trainer ranks -> a Hugging Face folder, one file at a time: rank 0 writes, the others send their pieces.
+
+A plan like any other: its sources are the trainer ranks, its one destination is the set of files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from grpo_mlm.bridge.hf_files import INDEX, SINGLE, tensor_files
+from grpo_mlm.errors import RunFailure
+from grpo_mlm.layouts.boxes import Layout, slices
+from grpo_mlm.layouts.hf import HEAD, hf_layout
+from grpo_mlm.layouts.model import ModelSpec
+from grpo_mlm.layouts.planner import Copy, make_plan
+
+MAX_FILE_BYTES = 5 << 30
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+@torch.no_grad()
+def export_hf(
+    out: Path,
+    model_folder: Path,
+    spec: ModelSpec,
+    layouts: Sequence[Layout],
+    rank: int,
+    params: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the model that all ranks of `group` hold together as the folder `out`. Every rank calls it.
+
+    `layouts[r]` is rank r's layout, `params` this rank's tensors by local name, all of one dtype, which the
+    files keep. The tensors are those of `model_folder`, its other files are copied byte for byte. The folder
+    is written aside and renamed; RunFailure if it is already there. Rank 0 holds one file in memory at a time.
+    """
+    _refuse_existing(out, rank, len(layouts), group)
+    tied_head = spec.tied and HEAD in tensor_files(model_folder)
+    target = hf_layout(spec, tied_head)
+    by_tensor: dict[str, list[Copy]] = defaultdict(list)
+    for copy in make_plan(layouts, [target]).copies:
+        by_tensor[copy.dst_local].append(copy)
+    if rank != 0:
+        for name in target.shapes:
+            _send(by_tensor[name], rank, params, group)
+    else:
+        _write(out, model_folder, target, by_tensor, params, group, max_file_bytes)
+    if len(layouts) > 1:
+        dist.barrier(group=group)
+
+
+def _refuse_existing(out: Path, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """RunFailure on every rank, or none would tell the senders that nobody receives."""
+    there = [rank == 0 and out.exists()]
+    if world > 1:
+        dist.broadcast_object_list(there, group=group, group_src=0)
+    if there[0]:
+        raise RunFailure(f"{out} is already there; it is not overwritten")
+
+
+def _send(
+    copies: list[Copy], rank: int, params: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
+    for copy in copies:
+        if copy.src == rank:
+            dist.send(params[copy.src_local][slices(copy.src_box)].contiguous(), group=group, group_dst=0)
+
+
+def _write(
+    out: Path,
+    model_folder: Path,
+    target: Layout,
+    by_tensor: Mapping[str, list[Copy]],
+    params: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    max_file_bytes: int,
+) -> None:
+    """Rank 0: receive tensor after tensor, write file after file, then everything that is not weights."""
+    aside = out.with_name(out.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    itemsize = next(iter(params.values())).element_size()
+    files = _pack_files(target, itemsize, max_file_bytes)
+    for file, names in files.items():
+        tensors = {name: _receive(target.shapes[name], by_tensor[name], params, group) for name in names}
+        save_file(tensors, aside / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        total = itemsize * sum(torch.Size(shape).numel() for shape in target.shapes.values())
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(model_folder.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, aside / path.name)
+    for path in (*aside.iterdir(), aside):
+        _sync(path)
+    aside.rename(out)
+    _sync(out.parent)
+
+
+def _receive(
+    shape: tuple[int, ...],
+    copies: list[Copy],
+    params: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """One whole canonical tensor on the host."""
+    like = next(iter(params.values()))
+    tensor = torch.empty(shape, dtype=like.dtype)
+    for copy in copies:
+        if copy.src == 0:
+            piece = params[copy.src_local][slices(copy.src_box)]
+        else:
+            piece = like.new_empty([stop - start for start, stop in copy.box])
+            dist.recv(piece, group=group, group_src=copy.src)
+        tensor[slices(copy.dst_box)].copy_(piece)
+    return tensor
+
+
+def _pack_files(target: Layout, itemsize: int, max_file_bytes: int) -> dict[str, list[str]]:
+    """Tensor names by file name, in order, each file at most `max_file_bytes` unless one tensor alone is more."""
+    groups: list[list[str]] = []
+    size = max_file_bytes
+    for name, shape in target.shapes.items():
+        n = torch.Size(shape).numel() * itemsize
+        if not groups or size + n > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += n
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _sync(path: Path) -> None:
+    """Onto the disk, so that the rename that follows never uncovers half-written files."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

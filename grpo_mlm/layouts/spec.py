@@ -1,0 +1,44 @@
+"""What the layouts and the engines need to know of a model, whatever its family calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: its base, and how it is stretched over long contexts.
+
+    `scaling` is None for the plain one, else a dict with `rope_type` ("linear" or "llama3") and its numbers:
+    `factor`, and for llama3 `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.
+    """
+
+    theta: float
+    scaling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes and switches of a dense decoder, as its config.json states them.
+
+    `head_dim` need not be `hidden_size / heads`. `vocab_size` is the number of embedding rows, which may
+    exceed the tokenizer's. `tied`: the head is the embedding. Biases: `qkv_bias` on q, k and v, `o_bias` on
+    the attention output. `qk_norm`: q and k are normalised head by head.
+    """
+
+    family: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope: Rope
+    max_position_embeddings: int
