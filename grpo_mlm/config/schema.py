@@ -6,28 +6,56 @@ check a config. `load.py` reads YAML into it, `check.py` holds the rules that sp
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-KLType = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"]
+KLType = Literal[
+    "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
+]  # fmt: skip
 LossAggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 DType = Literal["float32", "bfloat16"]
 
 
-class Section(BaseModel):
-    """A group of keys: unknown keys are errors, values never change after loading."""
+def _one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+def _as_path(value: Any) -> Any:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+HomePath = Annotated[Path, BeforeValidator(_as_path)]
+"""A path on this machine; `~` is the home directory, `$NAME` is not replaced."""
+HomeString = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or some other name; a leading `~` is the home directory."""
+Strings = Annotated[list[str], BeforeValidator(_one_as_list)]
+"""A list of strings; one string stands for a list of one."""
+Sources = Annotated[list[HomeString], BeforeValidator(_one_as_list)]
+"""The same, of places to read from."""
+
+
+class Section(BaseModel):
+    """A group of keys: unknown keys are errors, nothing is converted, values never change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
 
 
 class RunConfig(Section):
     name: str = "grpo"
     """Names the run directory, `runs/NAME-DATE-TIME`, unless `run.dir` is given."""
-    dir: Path | None = None
+    dir: HomePath | None = None
     """Run directory. One that already holds a run is refused, so nothing is overwritten."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seeds the prompt order and, hashed with step, prompt and sample index, every rollout request."""
 
 
@@ -51,7 +79,7 @@ class ClusterConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str
+    path: HomeString
     """Folder in Hugging Face format, or a hub id."""
     maker: str | None = None
     """`module:function` called with the folder when `path` does not exist yet (small models made on first use)."""
@@ -60,9 +88,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train_files: list[str]
-    """Training sources: `.jsonl` or `.parquet` paths, or `reasoning_gym:TASK?size=N&seed=S&key=value`."""
-    val_files: list[str] = []
+    train_files: Sources = Field(min_length=1)
+    """Training sources: `.jsonl` or `.parquet` paths (relative to where the command runs), or
+    `reasoning_gym:TASK?size=N&seed=S&key=value`."""
+    val_files: Sources = []
     """Validation sources, the same forms; every row counts once."""
     train_batch_size: int = Field(256, ge=1)
     """Prompts per step; each is sampled `rollout.n` times."""
@@ -83,7 +112,8 @@ class DataConfig(Section):
     max_response_length: int = Field(512, ge=1)
     """Longest response in tokens; the engine stops there."""
     truncation: Literal["error", "drop", "left"] = "error"
-    """What happens to a longer prompt: stop, drop and count it, or cut the oldest content and keep the generation prompt."""
+    """What happens to a longer prompt: stop, drop and count it, or cut its oldest content and keep the
+    generation prompt."""
     shuffle: bool = True
     """Shuffle the training rows anew each epoch."""
 
@@ -198,7 +228,7 @@ class RolloutConfig(Section):
     """Must be 1 in training: log-probs of a truncated distribution are not the trainer's."""
     top_k: int = Field(-1, ge=-1)
     """Must be -1 in training, for the same reason."""
-    stop: list[str] = []
+    stop: Strings = []
     """Strings that end a response; the matched text stays, in text and in ids."""
     num_engines: int | None = Field(None, ge=1)
     """vLLM engines; null is every device left over (one on a CPU)."""
@@ -250,9 +280,9 @@ class BridgeConfig(Section):
 
 
 class DebugConfig(Section):
-    save_rollouts: Path | None = None
+    save_rollouts: HomePath | None = None
     """Folder to which every step's batch is saved, as `step_N.safetensors`."""
-    load_rollouts: Path | None = None
+    load_rollouts: HomePath | None = None
     """One such file: each step trains on it and no engine is started."""
 
 
@@ -267,7 +297,10 @@ class TrainerConfig(Section):
     """Validate every so many steps and after the last; -1 never."""
     save_freq: int = Field(-1, ge=-1)
     """Write the weights as a Hugging Face folder every so many steps and after the last; -1 never."""
-    logger: list[Literal["console", "tensorboard"]] = ["console", "tensorboard"]
+    logger: Annotated[list[Literal["console", "tensorboard"]], BeforeValidator(_one_as_list)] = [
+        "console",
+        "tensorboard",
+    ]
     """Where metrics go besides `metrics.jsonl`."""
     log_samples: int = Field(3, ge=0)
     """Sample completions shown on the console after a step."""

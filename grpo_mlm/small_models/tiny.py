@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grpo_mlm.small_models.aside import made_aside
+from grpo_mlm.small_models.aside import is_made, made_aside
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -75,6 +75,9 @@ def make_qwen2(folder: Path) -> None:
 
 def _make(folder: Path, model_class: type[PreTrainedModel], config: Any) -> None:
     """Write a Hugging Face folder with random weights from a fixed seed, biases and norms included."""
+    folder = Path(folder)
+    if is_made(folder):
+        return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config)
@@ -85,7 +88,7 @@ def _make(folder: Path, model_class: type[PreTrainedModel], config: Any) -> None
                     parameter.normal_(0.0, 0.1)
                 elif "norm" in name:
                     parameter.uniform_(0.7, 1.3)
-    with made_aside(Path(folder)) as aside:
+    with made_aside(folder) as aside:
         model.save_pretrained(aside)
         character_tokenizer().save_pretrained(aside)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mlm.bridge.hf_files import hub_folder
-from grpo_mlm.config.check import World, check_model, resolve_world
+from grpo_mlm.config.check import check_model
 from grpo_mlm.config.schema import Config, ModelConfig
+from grpo_mlm.config.world import World, resolve_world
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt, load_prompts, load_tokenizer
 from grpo_mlm.errors import UserError
+from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.rewards.custom import load_function
 
 
@@ -32,7 +33,7 @@ def prepare(config: Config) -> Prepared:
     device, gpus = resolve_device(config)
     world = resolve_world(config, gpus)
     folder = model_folder(config.model)
-    check_model(config, json.loads((folder / "config.json").read_text()))
+    check_model(config, read_model_spec(folder))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     train = load_prompts(config.data.train_files, config.data, tokenizer)
     if len(train.prompts) < config.data.train_batch_size and config.trainer.debug.load_rollouts is None:

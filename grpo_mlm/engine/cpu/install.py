@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -58,7 +57,6 @@ def install() -> None:
     if torch.cuda.current_device is _CUDA_NAMES["current_device"]:
         return
     # megatron decorates its element-wise functions with torch.compile at import: minutes of compiling for nothing.
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     torch.compiler.set_stance("force_eager")
     for name, value in _CUDA_NAMES.items():
         setattr(torch.cuda, name, value)

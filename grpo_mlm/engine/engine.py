@@ -1,0 +1,154 @@
+"""One trainer process: a rank's part of the actor, what it computes, and the weights that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mlm.bridge.export import export_hf
+from grpo_mlm.bridge.hf_files import load_layout
+from grpo_mlm.config.schema import Config
+from grpo_mlm.data.batch import RolloutBatch
+from grpo_mlm.data.microbatch import PackedSequences, pack_samples
+from grpo_mlm.engine import parallel
+from grpo_mlm.engine.device import open_device
+from grpo_mlm.engine.reference import host_copy, swapped_in
+from grpo_mlm.layouts.boxes import Layout
+from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
+from grpo_mlm.layouts.model import read_model_spec
+from grpo_mlm.telemetry.reduce import merge
+
+if TYPE_CHECKING:
+    from grpo_mlm.config.check import World
+
+Schedule = Sequence[Sequence[Sequence[int]]]
+"""[data-parallel rank][micro-batch] -> samples. Every rank has the same number of micro-batches."""
+
+
+class MegatronEngine:
+    """A rank of the trainer. `start` on all ranks makes them one model; from then on every method is called on
+    all ranks with the same arguments."""
+
+    def __init__(self, config: Config, model_folder: Path, world: World, rank: int) -> None:
+        self.config, self.model_folder = config, model_folder
+        self.place = parallel.place_of(world, rank)
+        self.spec = read_model_spec(model_folder)
+        self.dtype: torch.dtype = getattr(torch, config.actor.dtype)
+        self.device = open_device(config.cluster.device)
+        self.store: dist.TCPStore | None = None
+        self.ref: dict[str, Tensor] | None = None
+
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0, before any `start`: the address at which the ranks meet. This process holds the port."""
+        host = parallel.own_address(self.config.cluster.nnodes)
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self.store.port
+
+    def start(self, host: str, port: int) -> None:
+        """Meet the other ranks, build this rank's part of the model, load its weights, make the optimizer."""
+        from grpo_mlm.engine.forward import Head
+        from grpo_mlm.engine.model import build_model, data_parallel
+        from grpo_mlm.engine.optimizer import Optimizer
+
+        actor = self.config.actor
+        store = self.store or dist.TCPStore(host, port, is_master=False)
+        with self.device.active():
+            parallel.join(self.device, store, self.place, self.config.cluster.call_timeout_s)
+            self.gpt = build_model(self.spec, self.place, self.device, self.dtype)
+            load_layout(self.model_folder, self.layout(), self.parameters())
+            if actor.use_kl_loss or self.config.algorithm.use_kl_in_reward:
+                self.ref = host_copy(self.parameters())
+            sharded = actor.megatron.use_distributed_optimizer
+            self.model = data_parallel(self.gpt, sharded)
+            self.optimizer = Optimizer(actor.optim, self.model, self.device, self.dtype, sharded)
+        self.head = Head(
+            self.gpt,
+            self.config.rollout.temperature,
+            self.spec.vocab_size,
+            actor.logits_chunk_mb << 20,
+            parallel.tensor_group(self.place),
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's live weights, by the names of `layout`."""
+        return {name: param.detach() for name, param in self.gpt.named_parameters()}
+
+    def layout(self) -> Layout:
+        """Which boxes of the model's tensors `parameters` holds."""
+        place = self.place
+        par = MegatronParallel(place.tp, place.pp)
+        return megatron_layout(self.spec, par, place.tp_rank, place.pp_rank, te=not self.device.is_cpu)
+
+    def logprobs(
+        self, batch: RolloutBatch, schedule: Schedule, which: Literal["actor", "ref"]
+    ) -> dict[str, Any] | None:
+        """Log-probs and entropies of every scheduled response token, at the rollout's temperature.
+
+        On the rank that answers for its replica: `indices`, the samples in the order of the columns `logprobs`
+        and `entropy` (float32, one value a response token). None on the other ranks.
+        """
+        from grpo_mlm.engine.forward import score
+
+        if which == "ref":
+            assert self.ref is not None, "no term of this configuration needs a reference"
+        weights = swapped_in(dict(self.gpt.named_parameters()), self.ref) if self.ref and which == "ref" else None
+        with self.device.active(), weights or nullcontext():
+            rows = score(self.model, self.head, self._packs(batch, schedule), self.device)
+        if not self.place.reports:
+            return None
+        logprobs, entropy = (_column(values) for values in zip(*rows, strict=True))
+        return {"indices": self._samples(schedule), "logprobs": logprobs, "entropy": entropy}
+
+    def update(self, batch: RolloutBatch, schedule: Schedule, weights: np.ndarray) -> dict[str, Any]:
+        """One optimizer step on the scheduled samples.
+
+        `weights`, float32 `[R]` over the whole batch: each token's share of the loss, with the denominators of the
+        whole step in. Returns `metrics`; on a rank that answers for its replica also `indices` and `logprobs` of
+        the training forward, as `logprobs` does.
+        """
+        from grpo_mlm.engine.forward import accumulate_gradients
+        from grpo_mlm.engine.loss import StepLoss
+
+        loss = StepLoss(self.config.actor, batch, weights, self.device.torch_device)
+        with self.device.active():
+            micros = accumulate_gradients(
+                self.model, self.head, self._packs(batch, schedule), self.device, loss
+            )
+            step = self.optimizer.step(all(math.isfinite(micro.loss) for micro in micros))
+        if not self.place.reports:
+            return {"metrics": {}}
+        return {
+            "metrics": merge([micro.metrics for micro in micros]) | step.metrics(),
+            "indices": self._samples(schedule),
+            "logprobs": _column([micro.logprobs for micro in micros]),
+        }
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder, all ranks together."""
+        place = self.place
+        par = MegatronParallel(place.tp, place.pp)
+        layouts = megatron_layouts(self.spec, par, place.dp, te=not self.device.is_cpu)
+        export_hf(folder, self.model_folder, self.spec, layouts, place.rank, self.parameters())
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.leave()
+        self.store = None
+
+    def _packs(self, batch: RolloutBatch, schedule: Schedule) -> list[PackedSequences]:
+        return [pack_samples(batch, np.asarray(micro, dtype=np.int64)) for micro in schedule[self.place.dp_rank]]
+
+    def _samples(self, schedule: Schedule) -> list[int]:
+        return [int(i) for micro in schedule[self.place.dp_rank] for i in micro]
+
+
+def _column(pieces: Sequence[Tensor]) -> np.ndarray:
+    return torch.cat([piece.float() for piece in pieces]).cpu().numpy()
