@@ -38,9 +38,9 @@ def grpo(
     DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without `norm_adv_by_std_in_grpo` it is `dr_grpo`.
     A group whose valid rewards are all equal has advantage exactly 0 and stays in the loss's denominators.
     """
-    groups = _Groups(rewards, group_id, valid)
+    groups = _groups(rewards, group_id, valid)
     scale = groups.std + STD_EPS if config.norm_adv_by_std_in_grpo else np.ones_like(groups.std)
-    return groups.advantages(groups.centred / scale[groups.of])
+    return _advantages(groups, groups.centred / scale[groups.of])
 
 
 def dr_grpo(
@@ -51,41 +51,52 @@ def dr_grpo(
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2: dividing by the std favours prompts
     that are too easy or too hard.
     """
-    groups = _Groups(rewards, group_id, valid)
-    return groups.advantages(groups.centred)
+    groups = _groups(rewards, group_id, valid)
+    return _advantages(groups, groups.centred)
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
+@dataclass(frozen=True)
 class _Groups:
-    """Statistics of each group's valid rewards; `[G]` per group, `[N]` per sample."""
+    """What the valid rewards of G groups say."""
 
-    def __init__(self, rewards: np.ndarray, group_id: np.ndarray, valid: np.ndarray) -> None:
-        self.valid = valid & np.isfinite(rewards)
-        rewards = np.where(self.valid, rewards, 0.0)
-        ids, self.of = np.unique(group_id, return_inverse=True)  # [G], [N] sample -> group
-        self.count = np.bincount(self.of, weights=self.valid, minlength=len(ids))
-        mean = self._sum(rewards) / np.maximum(self.count, 1)
-        # Equal rewards leave a float residue in the mean that a tiny std would blow up; equality is exact.
-        low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
-        np.minimum.at(low, self.of[self.valid], rewards[self.valid])
-        np.maximum.at(high, self.of[self.valid], rewards[self.valid])
-        self.equal = low >= high  # [G], also groups without a valid sample
-        self.centred = np.where(self.valid & ~self.equal[self.of], rewards - mean[self.of], 0.0)
-        self.std = np.sqrt(self._sum(self.centred**2) / np.maximum(self.count - 1, 1))
+    of: np.ndarray  # int [N], sample -> group
+    valid: np.ndarray  # bool [N]
+    centred: np.ndarray  # float64 [N], reward - group mean; exactly 0 where invalid or all rewards are equal
+    count: np.ndarray  # float64 [G], valid samples
+    std: np.ndarray  # float64 [G], ddof 1; 0 below two valid samples
+    equal: np.ndarray  # bool [G], no two valid rewards differ
 
-    def _sum(self, values: np.ndarray) -> np.ndarray:
-        return np.bincount(self.of, weights=values, minlength=len(self.count))
 
-    def advantages(self, values: np.ndarray) -> Advantages:
-        comparable = self.count >= 2
-        total = max(len(self.count), 1)
-        return Advantages(
-            values=values,
-            trained=self.valid & comparable[self.of],
-            metrics={
-                "groups/equal_rewards_fraction": float((self.equal & comparable).sum() / total),
-                "groups/too_few_valid": float((~comparable).sum()),
-            },
-        )
+def _groups(rewards: np.ndarray, group_id: np.ndarray, valid: np.ndarray) -> _Groups:
+    valid = valid & np.isfinite(rewards)
+    rewards = np.where(valid, rewards, 0.0)
+    ids, of = np.unique(group_id, return_inverse=True)
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(of, weights=values, minlength=len(ids))
+
+    count = total(valid)
+    mean = total(rewards) / np.maximum(count, 1)
+    # Equal rewards leave a float residue in the mean, which a tiny std would blow up; min and max are exact.
+    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
+    np.minimum.at(low, of[valid], rewards[valid])
+    np.maximum.at(high, of[valid], rewards[valid])
+    equal = low >= high
+    centred = np.where(valid & ~equal[of], rewards - mean[of], 0.0)
+    std = np.sqrt(total(centred**2) / np.maximum(count - 1, 1))
+    return _Groups(of, valid, centred, count, std, equal)
+
+
+def _advantages(groups: _Groups, values: np.ndarray) -> Advantages:
+    comparable = groups.count >= 2
+    return Advantages(
+        values=values,
+        trained=groups.valid & comparable[groups.of],
+        metrics={
+            "groups/equal_rewards_fraction": float((groups.equal & comparable).sum() / max(len(comparable), 1)),
+            "groups/too_few_valid": float((~comparable).sum()),
+        },
+    )

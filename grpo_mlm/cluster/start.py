@@ -10,8 +10,8 @@ from grpo_mlm.cluster.actor_group import ActorGroup
 from grpo_mlm.cluster.engine_group import EngineGroup
 from grpo_mlm.cluster.placement import Slot, join_slots
 from grpo_mlm.cluster.process import Process, wait
-from grpo_mlm.config.world import World
 from grpo_mlm.config.schema import Config
+from grpo_mlm.config.world import World
 
 SHUTDOWN_S = 20.0  # an orderly goodbye may take this long; then the process is killed
 

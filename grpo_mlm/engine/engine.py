@@ -27,7 +27,7 @@ from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.telemetry.reduce import merge
 
 if TYPE_CHECKING:
-    from grpo_mlm.config.check import World
+    from grpo_mlm.config.world import World
 
 Schedule = Sequence[Sequence[Sequence[int]]]
 """[data-parallel rank][micro-batch] -> samples. Every rank has the same number of micro-batches."""

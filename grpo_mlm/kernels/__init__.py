@@ -1,0 +1,1 @@
+"""From hidden states to log-probs and entropies, without a `[T, V]` tensor."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_mlm.algorithms.advantages import advantages
 from grpo_mlm.algorithms.mismatch import rollout_mismatch
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import minibatches
 from grpo_mlm.telemetry.batch_metrics import batch_metrics
 from grpo_mlm.telemetry.clock import Clock
+from grpo_mlm.trainer.advantages import batch_advantages
 from grpo_mlm.trainer.run import Run
 from grpo_mlm.trainer.validate import validate
 
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
                 batch.ref_logprobs, _ = run.actor.logprobs(batch, "ref")
         with clock("adv"):
             metrics = batch_metrics(batch)
-            batch.advantages, trained, group_metrics = advantages(batch, cfg.algorithm)
+            batch.advantages, trained, group_metrics = batch_advantages(batch, cfg.algorithm)
         with clock("update_actor"):
             metrics |= group_metrics | update(run, step, batch, trained)
         with clock("update_weights"):

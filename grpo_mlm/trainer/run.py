@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_mlm.cluster.actor_group import ActorGroup
@@ -36,7 +36,7 @@ class Run:
     config: Config
     folder: Path
     train_prompts: list[Prompt]
-    val_prompts: list[Prompt]
+    val_prompts: list[Prompt]  # empty while steps replay a saved batch
     sampler: PromptSampler
     scorer: Scorer
     actor: ActorGroup
@@ -46,6 +46,7 @@ class Run:
     trackers: list[JsonlTracker | TensorBoardTracker]
     total_steps: int
     skipped_in_a_row: int = 0
+    validations: list[dict[str, float]] = field(default_factory=list)  # in order
 
     @property
     def needs_reference(self) -> bool:
@@ -128,9 +129,24 @@ class Run:
             metrics["data/epoch"] = float(self.sampler.epoch)
             write_samples(batch, self.folder / "samples" / f"step_{step}.jsonl")
             self.console.samples(batch, self.config.trainer.log_samples)
+        if any(name.startswith("val-core/") for name in metrics):
+            self.validations.append(metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
         self.console.step(step, self.total_steps, metrics)
+
+    def summarize(self) -> None:
+        """First and last validation, and where to look."""
+        say = self.console.say
+        if self.validations:
+            first, last = self.validations[0], self.validations[-1]
+            for name in last:
+                if name.startswith("val-core/"):
+                    say(f"{name}: {first.get(name, float('nan')):.3f} -> {last[name]:.3f}")
+        say(f"curve    {self.folder / 'metrics.jsonl'}")
+        say(f"samples  {self.folder / 'samples'}")
+        if "tensorboard" in self.config.trainer.logger:
+            say(f"tensorboard --logdir {self.folder / 'tensorboard'}")
 
 
 @contextmanager
@@ -170,7 +186,7 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
             config=config,
             folder=folder,
             train_prompts=prepared.train_prompts,
-            val_prompts=prepared.val_prompts,
+            val_prompts=prepared.val_prompts if engines else [],
             sampler=PromptSampler(rows, batch_size, config.data.shuffle, config.run.seed),
             scorer=scorer,
             actor=actor,
