@@ -30,9 +30,7 @@ AdvantageEstimator = Callable[[np.ndarray, np.ndarray, np.ndarray, AlgorithmConf
 """(rewards float64 [N], group_id int64 [N], valid bool [N], config) -> Advantages."""
 
 
-def grpo(
-    rewards: np.ndarray, group_id: np.ndarray, valid: np.ndarray, config: AlgorithmConfig
-) -> Advantages:
+def grpo(rewards: np.ndarray, group_id: np.ndarray, valid: np.ndarray, config: AlgorithmConfig) -> Advantages:
     """`A_i = (r_i - mean_q) / (std_q + 1e-6)` over the valid samples of group q; sample std (ddof 1).
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without `norm_adv_by_std_in_grpo` it is `dr_grpo`.
@@ -96,7 +94,9 @@ def _advantages(groups: _Groups, values: np.ndarray) -> Advantages:
         values=values,
         trained=groups.valid & comparable[groups.of],
         metrics={
-            "groups/equal_rewards_fraction": float((groups.equal & comparable).sum() / max(len(comparable), 1)),
+            "groups/equal_rewards_fraction": float(
+                (groups.equal & comparable).sum() / max(len(comparable), 1)
+            ),
             "groups/too_few_valid": float((~comparable).sum()),
         },
     )

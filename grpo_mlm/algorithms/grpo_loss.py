@@ -8,10 +8,7 @@ from torch import Tensor
 from grpo_mlm.algorithms.kl import kl_penalty
 from grpo_mlm.algorithms.policy_loss import policy_loss
 from grpo_mlm.config.schema import ActorConfig
-
-Metrics = dict[str, tuple[float, float]]
-"""Name -> (numerator, denominator). Over micro-batches and ranks both are summed, then divided; a denominator of 0
-marks a total. Of names that end in `_max` the greatest numerator is taken, of `_min` the least."""
+from grpo_mlm.telemetry.reduce import Part
 
 
 def loss_and_metrics(
@@ -22,7 +19,7 @@ def loss_and_metrics(
     advantages: Tensor,
     weights: Tensor,
     config: ActorConfig,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, dict[str, Part]]:
     """loss = sum_t w_t (L_policy,t + kl_loss_coef KL_t - entropy_coeff H_t), arXiv 2402.03300, equation 3.
 
     All tensors are float32 `[R]`, one value a response token. `weights` come from `aggregate.token_weights` and hold
@@ -53,11 +50,15 @@ def loss_and_metrics(
 
 
 @torch.no_grad()
-def _metrics(totals: dict[str, Tensor], means: dict[str, Tensor], ratio: Tensor) -> Metrics:
-    sums = torch.stack([x.sum(dtype=torch.float64) for x in (*totals.values(), *means.values())]).tolist()
-    counts = [0.0] * len(totals) + [float(len(ratio))] * len(means)
-    names = [f"actor/{name}" for name in (*totals, *means)]
-    metrics = dict(zip(names, zip(sums, counts, strict=True), strict=True))
+def _metrics(totals: dict[str, Tensor], means: dict[str, Tensor], ratio: Tensor) -> dict[str, Part]:
+    columns = totals | means
+    # Summed together: one wait for the device, not one a metric.
+    sums = torch.stack([x.sum(dtype=torch.float64) for x in columns.values()]).tolist()
+    metrics = {
+        f"actor/{name}": Part("sum", value) if name in totals else Part("mean", value, len(ratio))
+        for name, value in zip(columns, sums, strict=True)
+    }
     if len(ratio):
-        metrics |= {"actor/ratio_max": (ratio.max().item(), 1.0), "actor/ratio_min": (ratio.min().item(), 1.0)}
+        metrics["actor/ratio_max"] = Part("max", ratio.max().item())
+        metrics["actor/ratio_min"] = Part("min", ratio.min().item())
     return metrics

@@ -43,7 +43,6 @@ def vanilla(
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     unclipped = -ratio * advantages
     bounded = -ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages
-    # `where`, not `maximum`: at a tie maximum would halve the gradient.
     clipped = bounded > unclipped
     loss = torch.where(clipped, bounded, unclipped)
     clipped_lower = torch.zeros_like(clipped)

@@ -267,7 +267,7 @@ class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(min_length=1)
     """Rewards; a sample's reward is their weighted sum."""
     num_workers: int = Field(2, ge=1)
-    """Processes that grade math answers."""
+    """Processes that grade math and reasoning-gym answers."""
     timeout_s: float = Field(10.0, gt=0)
     """Longest time for one reward of one sample; past it the sample is invalid."""
     max_invalid_fraction: float = Field(0.5, gt=0, le=1)

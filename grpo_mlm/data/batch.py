@@ -38,7 +38,9 @@ class RolloutBatch:
     valid: np.ndarray  # bool [N]
     gen_seconds: np.ndarray  # float64 [N]
     reward_seconds: np.ndarray  # float64 [N]
-    reward_parts: dict[str, np.ndarray] = field(default_factory=dict)  # name -> float64 [N], NaN where invalid
+    reward_parts: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # name -> float64 [N], NaN where invalid
     finish_reason: list[str] = field(default_factory=list)  # [N]
     data_source: list[str] = field(default_factory=list)  # [N]
     prompt_text: list[str] = field(default_factory=list)  # [N], for people
@@ -78,8 +80,15 @@ class RolloutBatch:
     def check(self) -> None:
         """Raise ValueError where lengths disagree: ids and log-probs must be those that were sampled."""
         n, r = len(self), int(self.response_lens.sum())
-        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != len(self.tokens) or len(self.cu_seqlens) != n + 1:
-            raise ValueError(f"cu_seqlens {self.cu_seqlens[:3]}..{self.cu_seqlens[-1:]} do not span {len(self.tokens)} tokens of {n} samples")
+        if (
+            self.cu_seqlens[0] != 0
+            or self.cu_seqlens[-1] != len(self.tokens)
+            or len(self.cu_seqlens) != n + 1
+        ):
+            raise ValueError(
+                f"cu_seqlens {self.cu_seqlens[:3]}..{self.cu_seqlens[-1:]} do not span "
+                f"{len(self.tokens)} tokens of {n} samples"
+            )
         if n and (self.prompt_lens.min() < 1 or self.response_lens.min() < 0):
             raise ValueError("every sample needs at least one prompt token and no negative response length")
         for name in TOKEN_COLUMNS:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +19,7 @@ from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import PackedSequences, pack_samples
 from grpo_mlm.engine import parallel
 from grpo_mlm.engine.device import open_device
+from grpo_mlm.engine.loss import StepLoss
 from grpo_mlm.engine.reference import host_copy, swapped_in
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
@@ -54,28 +54,31 @@ class MegatronEngine:
 
     def start(self, host: str, port: int) -> None:
         """Meet the other ranks, build this rank's part of the model, load its weights, make the optimizer."""
-        from grpo_mlm.engine.forward import Head
+        from grpo_mlm.engine.forward import Head, Passes
+        from grpo_mlm.engine.layers import layers_on
         from grpo_mlm.engine.model import build_model, data_parallel
         from grpo_mlm.engine.optimizer import Optimizer
 
-        actor = self.config.actor
+        config, actor = self.config, self.config.actor
         store = self.store or dist.TCPStore(host, port, is_master=False)
+        sharded = actor.megatron.use_distributed_optimizer
         with self.device.active():
-            parallel.join(self.device, store, self.place, self.config.cluster.call_timeout_s)
-            self.gpt = build_model(self.spec, self.place, self.device, self.dtype)
+            parallel.join(self.device, store, self.place, config.cluster.call_timeout_s)
+            layers = layers_on(self.device, self.spec, self.dtype)
+            self.gpt = build_model(self.spec, self.place, self.device, layers, self.dtype)
             load_layout(self.model_folder, self.layout(), self.parameters())
-            if actor.use_kl_loss or self.config.algorithm.use_kl_in_reward:
+            if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
                 self.ref = host_copy(self.parameters())
-            sharded = actor.megatron.use_distributed_optimizer
-            self.model = data_parallel(self.gpt, sharded)
-            self.optimizer = Optimizer(actor.optim, self.model, self.device, self.dtype, sharded)
-        self.head = Head(
+            model = data_parallel(self.gpt, sharded)
+            self.optimizer = Optimizer(actor.optim, model, self.device, self.dtype, sharded)
+        head = Head(
             self.gpt,
-            self.config.rollout.temperature,
+            config.rollout.temperature,
             self.spec.vocab_size,
             actor.logits_chunk_mb << 20,
             parallel.tensor_group(self.place),
         )
+        self.passes = Passes(model, layers, head, self.device.torch_device)
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live weights, by the names of `layout`."""
@@ -95,13 +98,12 @@ class MegatronEngine:
         On the rank that answers for its replica: `indices`, the samples in the order of the columns `logprobs`
         and `entropy` (float32, one value a response token). None on the other ranks.
         """
-        from grpo_mlm.engine.forward import score
-
+        weights: AbstractContextManager[None] = nullcontext()
         if which == "ref":
             assert self.ref is not None, "no term of this configuration needs a reference"
-        weights = swapped_in(dict(self.gpt.named_parameters()), self.ref) if self.ref and which == "ref" else None
-        with self.device.active(), weights or nullcontext():
-            rows = score(self.model, self.head, self._packs(batch, schedule), self.device)
+            weights = swapped_in(dict(self.gpt.named_parameters()), self.ref)
+        with self.device.active(), weights:
+            rows = self.passes.score(self._packs(batch, schedule))
         if not self.place.reports:
             return None
         logprobs, entropy = (_column(values) for values in zip(*rows, strict=True))
@@ -114,15 +116,10 @@ class MegatronEngine:
         whole step in. Returns `metrics`; on a rank that answers for its replica also `indices` and `logprobs` of
         the training forward, as `logprobs` does.
         """
-        from grpo_mlm.engine.forward import accumulate_gradients
-        from grpo_mlm.engine.loss import StepLoss
-
         loss = StepLoss(self.config.actor, batch, weights, self.device.torch_device)
         with self.device.active():
-            micros = accumulate_gradients(
-                self.model, self.head, self._packs(batch, schedule), self.device, loss
-            )
-            step = self.optimizer.step(all(math.isfinite(micro.loss) for micro in micros))
+            micros = self.passes.accumulate_gradients(self._packs(batch, schedule), loss)
+            step = self.optimizer.step(all(micro.finite for micro in micros))
         if not self.place.reports:
             return {"metrics": {}}
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,18 +15,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mlm.data.microbatch import PackedSequences
-from grpo_mlm.engine.attention import packed_segments
-from grpo_mlm.engine.device import Device
+from grpo_mlm.engine.layers import Layers
 from grpo_mlm.engine.model import head_weight
 from grpo_mlm.kernels.linear_logprobs import linear_logprobs
 
 Loss = Callable[[Tensor, Tensor, PackedSequences], tuple[Tensor, Any]]
-"""(log-probs [R], entropy [R], micro-batch) -> (loss of the micro-batch, whatever the caller wants back)."""
+"""(log-probs [R], entropies [R], micro-batch) -> (its share of the loss, what the caller wants back)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """From hidden states to log-probs of the response tokens; lives on the last pipeline stage."""
+    """From hidden states to the log-probs of response tokens; used on the last pipeline stage."""
 
     model: GPTModel
     temperature: float
@@ -51,62 +50,62 @@ class Head:
         )
 
 
-@torch.no_grad()
-def score(
-    model: DistributedDataParallel, head: Head, packs: Sequence[PackedSequences], device: Device
-) -> list[tuple[Tensor, Tensor]]:
-    """(log-probs, entropies) of each micro-batch on the last stage, an empty list on the others."""
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes of one rank's model."""
 
-    def collect(pack: PackedSequences, hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-        return head(hidden, pack)
+    model: DistributedDataParallel
+    layers: Layers
+    head: Head
+    device: torch.device
 
-    model.eval()
-    return _run(model, packs, device, collect, forward_only=True)
+    @torch.no_grad()
+    def score(self, packs: Sequence[PackedSequences]) -> list[tuple[Tensor, Tensor]]:
+        """(log-probs, entropies) of each micro-batch on the last stage, an empty list on the others."""
 
+        def collect(pack: PackedSequences, hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+            return self.head(hidden, pack)
 
-def accumulate_gradients(
-    model: DistributedDataParallel, head: Head, packs: Sequence[PackedSequences], device: Device, loss: Loss
-) -> list[Any]:
-    """Sum the loss's gradients over all micro-batches and data-parallel ranks into the model's buffers.
+        self.model.eval()
+        return self._run(packs, collect, forward_only=True)
 
-    Returns what `loss` gave back for each micro-batch, on the last stage; an empty list on the others.
-    """
+    def accumulate_gradients(self, packs: Sequence[PackedSequences], loss: Loss) -> list[Any]:
+        """The loss's gradient, summed over micro-batches and data-parallel ranks, in the model's buffers.
 
-    def micro_loss(pack: PackedSequences, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, extra = loss(*head(hidden, pack), pack)
-        # The schedule adds up a number of tokens for averaging; nothing is averaged here.
-        return value, torch.zeros((), dtype=torch.int32, device=hidden.device), extra
+        Returns what `loss` gave back for each micro-batch on the last stage, an empty list on the others.
+        """
 
-    model.train()
-    model.zero_grad_buffer()
-    return _run(model, packs, device, micro_loss, forward_only=False)
+        def micro_loss(pack: PackedSequences, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, extra = loss(*self.head(hidden, pack), pack)
+            # The schedule adds up a number of tokens to average by; nothing is averaged here.
+            return value, torch.zeros((), dtype=torch.int32, device=self.device), extra
 
+        self.model.train()
+        self.model.zero_grad_buffer()
+        return self._run(packs, micro_loss, forward_only=False)
 
-def _run(
-    model: DistributedDataParallel,
-    packs: Sequence[PackedSequences],
-    device: Device,
-    last_stage: Callable[..., Any],
-    forward_only: bool,
-) -> list[Any]:
-    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        pack = next(iterator)
-        where = device.torch_device
-        hidden = model(
-            pack.tokens[None].to(where),
-            pack.position_ids[None].to(where),
-            None,
-            packed_seq_params=packed_segments(pack.cu_seqlens, where),
+    def _run(
+        self, packs: Sequence[PackedSequences], on_last_stage: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward, on_last_stage),
+            data_iterator=iter(packs),
+            model=self.model,
+            num_microbatches=len(packs),
+            seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
         )
-        return hidden, partial(last_stage, pack)
 
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(packs),
-        model=model,
-        num_microbatches=len(packs),
-        seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    def _forward(
+        self, on_last_stage: Callable[..., Any], packs: Iterator[PackedSequences], model: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        pack = next(packs)
+        hidden = model(
+            pack.tokens[None].to(self.device),
+            pack.position_ids[None].to(self.device),
+            None,
+            packed_seq_params=self.layers.packed(pack),
+        )
+        return hidden, partial(on_last_stage, pack)

@@ -25,7 +25,7 @@ class StepResult:
     skipped: bool
 
     def metrics(self) -> dict[str, Part]:
-        """The same on every rank, so any one of them stands for all."""
+        """The same on every rank, so the greatest is each one's."""
         return {
             "actor/grad_norm": Part("max", self.grad_norm),
             "actor/lr": Part("max", self.lr),

@@ -27,11 +27,10 @@ def make(folder: Path) -> None:
     for reader in ("gguf", "accelerate"):
         if importlib.util.find_spec(reader) is None:
             raise UserError(f"cannot read {gguf}: the package {reader} is not installed; {REMEDY}")
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantised = LlamaForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    model = LlamaForCausalLM(_plain_config(quantised.config)).to(torch.bfloat16)
+    quantised = LlamaForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    model = LlamaForCausalLM(_plain_config(quantised.config)).bfloat16()
     model.load_state_dict(quantised.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     with made_aside(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)

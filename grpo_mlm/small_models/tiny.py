@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -95,10 +95,12 @@ def _make(folder: Path, model_class: type[PreTrainedModel], config: Any) -> None
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character; encoding adds no special tokens, the chat template puts BOS in front."""
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # Byte-level BPE without merges, because transformers turns every Qwen2 tokenizer into that kind.
+    spelled = [pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(c)[0][0] for c in CHARACTERS]
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *spelled))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

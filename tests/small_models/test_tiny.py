@@ -30,7 +30,8 @@ def test_transformers_loads_the_folder_and_logits_are_not_flat(folders: dict[str
     model = AutoModelForCausalLM.from_pretrained(folders[family]).eval()
     assert model.config.model_type == family
     assert model.dtype == torch.float32
-    assert model.config.head_dim if family != "qwen2" else model.config.hidden_size // 4 >= 32
+    heads = model.config.num_attention_heads
+    assert (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads) >= 32
     with torch.no_grad():
         probabilities = model(torch.arange(4, 24)[None]).logits.softmax(-1)
     # Far from uniform, so that a wrong layer shows; far from one-hot, so that sampling has a choice.
@@ -62,14 +63,16 @@ def test_weights_come_from_a_fixed_seed_and_leave_the_global_generator_alone(
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == first
 
 
-def test_tokenizer_is_one_character_a_token_and_round_trips(folders: dict[str, Path]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
+@pytest.mark.parametrize("family", MAKERS)
+def test_tokenizer_is_one_character_a_token_and_round_trips(folders: dict[str, Path], family: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[family])
     text = "What is  12+3?\n(a, B) = <c>!"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     assert len(tokenizer) == tiny.VOCAB_SIZE
-    assert tokenizer("é").input_ids == [tokenizer.unk_token_id]
+    assert set(tokenizer("é").input_ids) <= {tokenizer.unk_token_id}
+    assert tokenizer.convert_ids_to_tokens(list(range(4))) == list(tiny.SPECIAL)
 
 
 def test_special_tokens_agree_between_tokenizer_config_and_template(folders: dict[str, Path]) -> None:
@@ -112,9 +115,9 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_an_error_that_names_it_and_stays(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match=r"thesis|/m: "):
+    with pytest.raises(UserError, match="not a model"):
         tiny.make_llama(tmp_path / "m")
     assert (tmp_path / "m" / "thesis.txt").read_text() == "precious"
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="model.path"):
+    with pytest.raises(UserError, match=r"set model\.path"):
         tiny.make_llama(tmp_path / "file" / "m")

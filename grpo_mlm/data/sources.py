@@ -1,0 +1,100 @@
+"""Where rows come from: JSONL and Parquet files, and reasoning-gym's generators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from grpo_mlm.config.suggest import did_you_mean
+from grpo_mlm.errors import UserError
+
+Row = dict[str, Any]
+GYM = "reasoning_gym:"
+GYM_SIZE = 500  # rows of a task without `size=`
+
+
+def read_rows(spec: str) -> list[Row]:
+    """All rows of one source. UserError names the source, and the line where there is one."""
+    if spec.startswith(GYM):
+        return _reasoning_gym(spec)
+    path = Path(spec).expanduser()
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{spec}: a data source is a .jsonl or .parquet file, or {GYM}TASK?size=N&key=value")
+    if not path.is_file():
+        raise UserError(f"{spec}: no such file")
+    rows = readers[path.suffix](path)
+    if not rows:
+        raise UserError(f"{spec}: the file has no rows")
+    return rows
+
+
+def _jsonl(path: Path) -> list[Row]:
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}, line {number}: a row is a JSON object, this is a {type(row).__name__}"
+                )
+            rows.append(row)
+    return rows
+
+
+def _parquet(path: Path) -> list[Row]:
+    """Plain Python values: pyarrow reads the columns and ignores what other libraries noted in the schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path).read().to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _reasoning_gym(spec: str) -> list[Row]:
+    """`reasoning_gym:TASK?size=N&seed=S&key=value`: the task's entries, with `prompt`, `answer` and `metadata`."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task, _, query = spec.removeprefix(GYM).partition("?")
+    if task not in DATASETS:
+        raise UserError(f"{spec}: reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}")
+    settings = {"size": GYM_SIZE} | {
+        key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)
+    }
+    known = DATASETS[task][1].__dataclass_fields__
+    for key in settings:
+        if key not in known:
+            raise UserError(f"{spec}: task {task} has no setting {key!r}{did_you_mean(key, known)}")
+    try:
+        dataset = reasoning_gym.create_dataset(task, **settings)
+        entries = [dataset[i] for i in range(len(dataset))]
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"{spec}: reasoning_gym refuses these settings: {error}") from error
+    return [
+        {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "metadata": entry["metadata"],
+            "question": entry["question"],
+            "data_source": task,
+        }
+        for entry in entries
+    ]
+
+
+def _value(text: str) -> Any:
+    """A JSON scalar where it reads as one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

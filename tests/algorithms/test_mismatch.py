@@ -1,0 +1,29 @@
+"""Trainer against sampler log-probs, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from grpo_mlm.algorithms.mismatch import rollout_mismatch
+
+
+def test_differences_of_probabilities_and_log_probs() -> None:
+    """ROL-02's numbers: softmax([2, 1, 0] / .5) gives logp -.142932, at temperature 1 -.407606: p .8668 and .6652."""
+    rollout = np.array([-0.142932, -1.0], dtype=np.float32)
+    trainer = np.array([-0.407606, -1.0], dtype=np.float32)
+    out = rollout_mismatch(rollout, trainer)
+    gap = math.exp(-0.142932) - math.exp(-0.407606)
+    assert out["training/rollout_probs_diff_max"] == pytest.approx(gap, rel=1e-5)
+    assert out["training/rollout_probs_diff_mean"] == pytest.approx(gap / 2, rel=1e-5)
+    assert out["training/rollout_probs_diff_std"] == pytest.approx(gap / 2, rel=1e-5)
+    assert out["rollout_corr/kl"] == pytest.approx(0.264674 / 2, rel=1e-5)
+    assert out["rollout_corr/logprob_diff_max"] == pytest.approx(0.264674, rel=1e-5)
+
+
+def test_tokens_that_the_trainer_did_not_score_are_left_out() -> None:
+    out = rollout_mismatch(np.array([-1.0, -9.0]), np.array([-1.0, np.nan]))
+    assert set(out.values()) == {0.0}
+    assert rollout_mismatch(np.array([-1.0]), np.array([np.nan])) == {}
