@@ -40,15 +40,15 @@ def start_actor(
 
 @contextmanager
 def start_engines(
-    config: Config, model: Path, world: World, slots: list[Slot], run_dir: Path
+    config: Config, model: Path, world: World, slots: list[Slot], run_dir: Path, device: str
 ) -> Iterator[EngineGroup]:
     """One vLLM engine for every `rollout_tp` slots. They load in the background; call `ready` before use."""
     first = 0 if config.cluster.placement == "colocated" else world.actor_world
     tp = world.rollout_tp
     shares = [slots[first + i * tp : first + (i + 1) * tp] for i in range(world.num_engines)]
     processes = [
-        Process(f"engine-{i}", "grpo_mlm.rollout.engine:RolloutEngine", (config, model, i), join_slots(share),
-                _environment(config), run_dir / "logs")
+        Process(f"engine-{i}", "grpo_mlm.rollout.engine:RolloutEngine", (config, model, world, i, device == "cpu"),
+                join_slots(share), _environment(config), run_dir / "logs")
         for i, share in enumerate(shares)
     ]  # fmt: skip
     try:

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mlm.bridge import group as bridge_group
 from grpo_mlm.bridge.export import export_hf
 from grpo_mlm.bridge.hf_files import load_layout
 from grpo_mlm.config.schema import Config
+from grpo_mlm.config.world import World
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import PackedSequences, pack_samples
 from grpo_mlm.engine import parallel
 from grpo_mlm.engine.device import open_device
+from grpo_mlm.engine.forward import Head, Passes
+from grpo_mlm.engine.layers import layers_on
 from grpo_mlm.engine.loss import StepLoss
+from grpo_mlm.engine.model import build_model, data_parallel
+from grpo_mlm.engine.optimizer import Optimizer
 from grpo_mlm.engine.reference import host_copy, swapped_in
+from grpo_mlm.engine.weight_sender import WeightSender
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.telemetry.reduce import merge
-
-if TYPE_CHECKING:
-    from grpo_mlm.config.world import World
 
 Schedule = Sequence[Sequence[Sequence[int]]]
 """[data-parallel rank][micro-batch] -> samples. Every rank has the same number of micro-batches."""
@@ -38,30 +42,25 @@ class MegatronEngine:
     all ranks with the same arguments."""
 
     def __init__(self, config: Config, model_folder: Path, world: World, rank: int) -> None:
-        self.config, self.model_folder = config, model_folder
+        self.config, self.model_folder, self.world = config, model_folder, world
         self.place = parallel.place_of(world, rank)
         self.spec = read_model_spec(model_folder)
         self.dtype: torch.dtype = getattr(torch, config.actor.dtype)
         self.device = open_device(config.cluster.device)
         self.store: dist.TCPStore | None = None
+        self.bridge_store: dist.TCPStore | None = None
         self.ref: dict[str, Tensor] | None = None
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0, before any `start`: the address at which the ranks meet. This process holds the port."""
-        host = parallel.own_address(self.config.cluster.nnodes)
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self.store.port
+        self.store = bridge_group.open_store(parallel.own_address(self.config.cluster.nnodes))
+        return self.store.host, self.store.port
 
     def start(self, host: str, port: int) -> None:
         """Meet the other ranks, build this rank's part of the model, load its weights, make the optimizer."""
-        from grpo_mlm.engine.forward import Head, Passes
-        from grpo_mlm.engine.layers import layers_on
-        from grpo_mlm.engine.model import build_model, data_parallel
-        from grpo_mlm.engine.optimizer import Optimizer
-
         config, actor = self.config, self.config.actor
         store = self.store or dist.TCPStore(host, port, is_master=False)
-        sharded = actor.megatron.use_distributed_optimizer
+        sharded = actor.megatron.use_distributed_optimizer and self.place.dp > 1
         with self.device.active():
             parallel.join(self.device, store, self.place, config.cluster.call_timeout_s)
             layers = layers_on(self.device, self.spec, self.dtype)
@@ -135,13 +134,30 @@ class MegatronEngine:
         layouts = megatron_layouts(self.spec, par, place.dp, te=not self.device.is_cpu)
         export_hf(folder, self.model_folder, self.spec, layouts, place.rank, self.parameters())
 
+    def open_bridge(self) -> tuple[str, int]:
+        """On rank 0: the address at which trainer and rollout engines meet."""
+        self.bridge_store = bridge_group.open_store(parallel.own_address(self.config.cluster.nnodes))
+        return self.bridge_store.host, self.bridge_store.port
+
+    def join_bridge(self, host: str, port: int, size: int) -> str:
+        """Enter the joint group of trainer and engines, `size` ranks; the digest of what will be sent."""
+        self.sender = WeightSender(self.config, self.model_folder, self.world, self.place.rank, self.device)
+        self.sender.join(host, port, size, self.bridge_store)
+        return self.sender.digest
+
+    def send_weights(self) -> int:
+        """Send the engines the weights as they are now, while they receive; returns the bytes sent."""
+        return self.sender.send(self.parameters())
+
     def close(self) -> None:
         """Leave the process groups."""
         parallel.leave()
         self.store = None
 
     def _packs(self, batch: RolloutBatch, schedule: Schedule) -> list[PackedSequences]:
-        return [pack_samples(batch, np.asarray(micro, dtype=np.int64)) for micro in schedule[self.place.dp_rank]]
+        return [
+            pack_samples(batch, np.asarray(micro, dtype=np.int64)) for micro in schedule[self.place.dp_rank]
+        ]
 
     def _samples(self, schedule: Schedule) -> list[int]:
         return [int(i) for micro in schedule[self.place.dp_rank] for i in micro]

@@ -33,22 +33,23 @@ class StepLoss:
     ) -> None:
         """`weights`, float32 `[R]`: each token's share of the step's loss, its denominators already in."""
         self.config, self.device = config, device
-        self.columns = {
-            "weights": weights,
-            "advantages": batch.advantages,
-            "old_logprobs": batch.old_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
-        }
+        assert batch.advantages is not None
+        self.weights, self.advantages = weights, batch.advantages
+        self.old_logprobs, self.ref_logprobs = batch.old_logprobs, batch.ref_logprobs
 
-    def __call__(
-        self, logprobs: Tensor, entropy: Tensor, pack: PackedSequences
-    ) -> tuple[Tensor, MicroLoss]:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, pack: PackedSequences) -> tuple[Tensor, MicroLoss]:
         """The micro-batch's loss; the sum over micro-batches and replicas is the step's."""
-        columns = {name: self._column(values, pack) for name, values in self.columns.items()}
-        loss, metrics = loss_and_metrics(logprobs, entropy, **columns, config=self.config)
+        index = pack.index.numpy()
+        loss, metrics = loss_and_metrics(
+            logprobs,
+            entropy,
+            old_logprobs=None if self.old_logprobs is None else self._tensor(self.old_logprobs[index]),
+            ref_logprobs=None if self.ref_logprobs is None else self._tensor(self.ref_logprobs[index]),
+            advantages=self._tensor(self.advantages[index]),
+            weights=self._tensor(self.weights[index]),
+            config=self.config,
+        )
         return loss, MicroLoss(logprobs.detach(), math.isfinite(loss.item()), metrics)
 
-    def _column(self, values: np.ndarray | None, pack: PackedSequences) -> Tensor | None:
-        if values is None:
-            return None
-        return torch.from_numpy(values[pack.index.numpy()].astype(np.float32)).to(self.device)
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(self.device)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from grpo_mlm.config.world import World
 from grpo_mlm.engine.device import Device
-
-if TYPE_CHECKING:
-    from grpo_mlm.config.world import World
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ def own_address(nnodes: int) -> str:
 
 def join(device: Device, store: dist.Store, place: Place, timeout_s: float) -> None:
     """Make the default process group over `store` and megatron's groups inside it."""
-    from megatron.core import parallel_state
-
     timeout = timedelta(seconds=timeout_s)
     world_size = place.tp * place.pp * place.dp
     dist.init_process_group(
@@ -81,8 +77,6 @@ def join(device: Device, store: dist.Store, place: Place, timeout_s: float) -> N
 
 def leave() -> None:
     """Undo `join`."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -96,6 +90,4 @@ def all_agree(device: Device, yes: bool) -> bool:
 
 def tensor_group(place: Place) -> dist.ProcessGroup | None:
     """The group that shares this rank's matrices; None where it is alone."""
-    from megatron.core import parallel_state
-
     return parallel_state.get_tensor_model_parallel_group() if place.tp > 1 else None

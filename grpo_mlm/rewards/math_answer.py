@@ -16,7 +16,8 @@ from grpo_mlm.config.schema import RewardConfig, RewardFunctionConfig, Section
 from grpo_mlm.errors import UserError
 from grpo_mlm.rewards.answer import boxed_answer, marked_answer
 from grpo_mlm.rewards.base import invalid, read_options, require_answers
-from grpo_mlm.rewards.math_text import Reading, plain_words, read_answer, units_differ
+from grpo_mlm.rewards.math_text import Reading, plain_words, read_answer
+from grpo_mlm.rewards.math_units import units_differ
 from grpo_mlm.rewards.types import RewardResult, RewardSample
 from grpo_mlm.rewards.worker_pool import GradingError, WorkerPool
 

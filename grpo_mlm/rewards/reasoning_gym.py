@@ -52,7 +52,7 @@ class ReasoningGymReward:
         }
         task = task_name(sample.row, sample.data_source)
         # As a Python literal, which keeps the tuples that some verifiers insist on.
-        request = {"task": task, "entry": repr(entry), "answer": answer_text(sample.response)}
+        request = {"task": task, "entry": repr(_plain(entry)), "answer": answer_text(sample.response)}
         try:
             score, seconds = await self._pool.ask(request)
         except GradingError as error:
@@ -63,6 +63,15 @@ class ReasoningGymReward:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _plain(value: Any) -> Any:
+    """The same value of plain Python types: numpy's scalars and strings have no literal."""
+    if isinstance(value, dict):
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else tuple(map(_plain, value))
+    return value.item() if hasattr(value, "item") else value
 
 
 def task_name(row: dict[str, Any], data_source: str) -> str:

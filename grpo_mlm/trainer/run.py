@@ -173,7 +173,9 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         engines = (
             None
             if replay
-            else stack.enter_context(start_engines(config, prepared.model_folder, world, slots, folder))
+            else stack.enter_context(
+                start_engines(config, prepared.model_folder, world, slots, folder, device)
+            )
         )
         actor = stack.enter_context(start_actor(config, prepared.model_folder, world, slots, folder))
         if engines:

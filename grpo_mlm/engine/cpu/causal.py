@@ -53,12 +53,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _probabilities(query: Tensor, key: Tensor, first: int) -> Tensor:
-    """query `[n, R, l, d]` at positions first.., key `[n, first + l, d]` -> float32 `[n, R * l, first + l]`."""
-    n, r, l, _ = query.shape
-    scores = matmul_fp32(query.flatten(1, 2), key.mT).mul_(_scale(query)).view(n, r, l, -1)
-    ahead = torch.full((l, l), -torch.inf, device=query.device).triu_(1)
-    scores[..., first:] += ahead
-    return scores.softmax(-1).view(n, r * l, -1)
+    """query `[n, R, B, d]` at positions first.., key `[n, first + B, d]` -> float32 `[n, R * B, first + B]`."""
+    n, heads, block, _ = query.shape
+    scores = matmul_fp32(query.flatten(1, 2), key.mT).mul_(_scale(query)).view(n, heads, block, -1)
+    scores[..., first:] += torch.full((block, block), -torch.inf, device=query.device).triu_(1)
+    return scores.softmax(-1).view(n, heads * block, -1)
 
 
 def _scale(query: Tensor) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+
+from grpo_mlm.engine.cpu.adam import CpuFusedAdam
 
 
 class _Event:
@@ -60,16 +63,10 @@ def install() -> None:
     torch.compiler.set_stance("force_eager")
     for name, value in _CUDA_NAMES.items():
         setattr(torch.cuda, name, value)
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     _install_adam()
 
 
 def _install_adam() -> None:
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    from grpo_mlm.engine.cpu.adam import CpuFusedAdam
-
     optimizer.Adam = distrib_optimizer.Adam = CpuFusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 BLOCK = 1 << 17  # elements that are fp32 at a time: small enough for a core's own cache
 

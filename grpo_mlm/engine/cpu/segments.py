@@ -19,7 +19,9 @@ SLACK = 1.25  # a segment joins a padded batch whose length is at most this time
 class Rows:
     """The moves for tensors of `heads` rows a token; a padded batch is laid out `[segments, heads, length]`."""
 
-    gather: Tensor  # int64 [P * heads], the packed row of each padded one; padding repeats a row of its segment
+    gather: (
+        Tensor  # int64 [P * heads], the packed row of each padded one; padding repeats a row of its segment
+    )
     slots: Tensor  # int64 [T * heads], the padded row of each packed one
 
 
@@ -28,7 +30,9 @@ class PackedSegments(PackedSeqParams):
     """A packed micro-batch of T tokens, P with padding."""
 
     batches: tuple[tuple[int, int], ...] = ()  # (segments, padded length) of each padded batch
-    tokens: tuple[Tensor, ...] = ()  # of each, the packed position of every padded one, int64 [segments, length]
+    tokens: tuple[
+        Tensor, ...
+    ] = ()  # of each, the packed position of every padded one, int64 [segments, length]
     real: tuple[Tensor, ...] = ()  # of each, which ones are no padding, bool [segments, length]
     rotary: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # cos and sin of each packed token's angles
     _rows: dict[int, Rows] = field(default_factory=dict)
@@ -53,7 +57,7 @@ def packed_segments(
 ) -> PackedSegments:
     """From segment boundaries int32 `[M+1]` and positions int64 `[T]`."""
     bounds = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = cu_seqlens.diff().tolist()
     batches, tokens, real = [], [], []
     for length, members in _like_lengths(lengths):
         offsets = torch.arange(length)

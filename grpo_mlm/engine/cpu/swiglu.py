@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 class SwiGLU(torch.nn.Module):

@@ -14,7 +14,9 @@ def check_traps(config: TransformerConfig) -> None:
     """RunFailure on a configuration that was seen to give wrong gradients on a CPU."""
     virtual = config.virtual_pipeline_model_parallel_size is not None
     if virtual and config.batch_p2p_comm:
-        raise RunFailure("virtual pipeline on gloo with batch_p2p_comm gives wrong gradients; set it to False")
+        raise RunFailure(
+            "virtual pipeline on gloo with batch_p2p_comm gives wrong gradients; set it to False"
+        )
     if config.overlap_p2p_comm and config.deallocate_pipeline_outputs:
         raise RunFailure(
             "overlap_p2p_comm with deallocate_pipeline_outputs: gloo sends from memory that is already freed"

@@ -1,0 +1,31 @@
+"""The plan of the weight sync. Trainer and engines build it on their own and compare digests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
+from grpo_mlm.layouts.model import read_model_spec
+from grpo_mlm.layouts.planner import Plan, make_plan
+from grpo_mlm.layouts.vllm import vllm_layout
+
+
+@dataclass(frozen=True)
+class SyncShape:
+    """All that the plan depends on; plain values, so that it crosses processes."""
+
+    model_folder: str
+    tp: int
+    pp: int
+    dp: int
+    te: bool  # whether the trainer uses Transformer Engine's names
+    rollout_tp: int
+    num_engines: int
+
+    def plan(self) -> Plan:
+        """Trainer ranks in Megatron's order are the sources, engine ranks in order the destinations."""
+        spec = read_model_spec(Path(self.model_folder))
+        sources = megatron_layouts(spec, MegatronParallel(self.tp, self.pp), self.dp, te=self.te)
+        engine = [vllm_layout(spec, self.rollout_tp, rank) for rank in range(self.rollout_tp)]
+        return make_plan(sources, engine * self.num_engines)

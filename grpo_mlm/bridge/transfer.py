@@ -1,0 +1,123 @@
+"""Executes a plan over a joint process group: packed buckets from rank to rank, never a full tensor.
+
+All buckets of all pairs stand in one order that every rank derives from the plan, and every rank works through its
+own in that order, two at a time. The first unfinished bucket always has both its ends waiting for it, so nothing
+can lock up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mlm.layouts.boxes import Layout, slices, volume
+from grpo_mlm.layouts.planner import Copy, Plan, buckets
+
+IN_FLIGHT = 2  # buckets: one travels while the next is packed or the last unpacked
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that travel together from source rank `src` to destination rank `dst`."""
+
+    src: int
+    dst: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(volume(copy.box) for copy in self.copies)
+
+
+def schedule(plan: Plan, itemsize: int, bucket_bytes: int) -> list[Bucket]:
+    """Every bucket of the plan, in the order in which all ranks treat them.
+
+    First buckets of all pairs come before second ones; within a round, pairs that share no rank stand together.
+    """
+    width = max(len(plan.sources), len(plan.destinations))
+    keyed = [
+        (round_, (src + dst) % width, src, dst, Bucket(src, dst, tuple(copies)))
+        for (src, dst), pair in plan.pairs.items()
+        for round_, copies in enumerate(buckets(pair, itemsize, bucket_bytes))
+    ]
+    return [bucket for *_, bucket in sorted(keyed, key=lambda entry: entry[:4])]
+
+
+@torch.no_grad()
+def send(
+    order: Sequence[Bucket],
+    rank: int,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    first_destination: int,
+) -> int:
+    """Send all that source `rank` owes, as `dtype`; returns the bytes sent. Ranks of the group: sources first."""
+    flying: deque[tuple[dist.Work, Tensor]] = deque()
+    sent = 0
+    for bucket in order:
+        if bucket.src != rank:
+            continue
+        pieces = [
+            params[copy.src_local][slices(copy.src_box)].reshape(-1).to(dtype) for copy in bucket.copies
+        ]
+        flat = torch.cat(pieces)
+        flying.append((group.send([flat], first_destination + bucket.dst, 0), flat))
+        sent += flat.nbytes
+        if len(flying) == IN_FLIGHT:
+            flying.popleft()[0].wait()
+    for work, _ in flying:
+        work.wait()
+    return sent
+
+
+@torch.no_grad()
+def receive(
+    order: Sequence[Bucket],
+    rank: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> Iterator[tuple[str, Tensor]]:
+    """Destination `rank`'s tensors, each as soon as its last piece is in. Padding is zero."""
+    missing = _expected(layout)
+    partial: dict[str, Tensor] = {}
+    mine = deque(bucket for bucket in order if bucket.dst == rank)
+    flying: deque[tuple[dist.Work, Tensor, Bucket]] = deque()
+    while mine or flying:
+        while mine and len(flying) < IN_FLIGHT:
+            bucket = mine.popleft()
+            flat = torch.empty(bucket.elements, dtype=dtype, device=device)
+            flying.append((group.recv([flat], bucket.src, 0), flat, bucket))
+        work, flat, bucket = flying.popleft()
+        work.wait()
+        for copy, piece in _unpack(bucket, flat):
+            name = copy.dst_local
+            if name not in partial:
+                partial[name] = torch.zeros(layout.shapes[name], dtype=dtype, device=device)
+            partial[name][slices(copy.dst_box)] = piece
+            missing[name] -= piece.numel()
+            if missing[name] == 0:
+                yield name, partial.pop(name)
+
+
+def _expected(layout: Layout) -> dict[str, int]:
+    """Elements that each local tensor gets."""
+    expected = dict.fromkeys(layout.shapes, 0)
+    for piece in layout.pieces:
+        expected[piece.local] += volume(piece.box)
+    return expected
+
+
+def _unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Copy, Tensor]]:
+    start = 0
+    for copy in bucket.copies:
+        size = volume(copy.box)
+        yield copy, flat[start : start + size].view([stop - begin for begin, stop in copy.dst_box])
+        start += size
