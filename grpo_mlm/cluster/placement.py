@@ -6,6 +6,7 @@ On a CPU a "device" is a process slot: trainer and engines share the cores in tu
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,11 +46,11 @@ def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[No
             object_store_memory=store,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
         )
     else:
         try:
-            ray.init(config.address, log_to_driver=False, logging_level="error")
+            ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise UserError(f"cluster.address: no Ray cluster at {config.address!r}: {error}") from error
     try:

@@ -52,7 +52,7 @@ class Process:
     ):
         self.name = name
         self.log_file = log_dir / f"{name}.log"
-        self.handle = (
+        self.handle: Any = (  # an ActorHandle; its methods exist only at run time
             ray.remote(_Host)
             .options(
                 num_cpus=0,

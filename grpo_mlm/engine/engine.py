@@ -31,7 +31,7 @@ from grpo_mlm.engine.weight_sender import WeightSender
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec
-from grpo_mlm.telemetry.reduce import merge
+from grpo_mlm.telemetry.reduce import Part, merge
 
 Schedule = Sequence[Sequence[Sequence[int]]]
 """[data-parallel rank][micro-batch] -> samples. Every rank has the same number of micro-batches."""
@@ -113,8 +113,10 @@ class MegatronEngine:
 
         `weights`, float32 `[R]` over the whole batch: each token's share of the loss, with the denominators of the
         whole step in. Returns `metrics`; on a rank that answers for its replica also `indices` and `logprobs` of
-        the training forward, as `logprobs` does.
+        the training forward, as `logprobs` does. Where all weights are 0 nothing is computed and nothing moves.
         """
+        if not weights.any():
+            return {"metrics": {"actor/empty_steps": Part("max", 1.0)}}
         loss = StepLoss(self.config.actor, batch, weights, self.device.torch_device)
         with self.device.active():
             micros = self.passes.accumulate_gradients(self._packs(batch, schedule), loss)

@@ -11,8 +11,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from grpo_mlm.engine.device import Device
@@ -45,7 +47,9 @@ def build_model(
     if place.last_stage:
         # The kernels turn hidden states into log-probs; the head's weight stays a parameter of the model.
         model.output_layer.forward = _pass_through
-    return model.to(device=device.torch_device, dtype=dtype)
+    model = model.to(device=device.torch_device, dtype=dtype)
+    _mark_shards(model)
+    return model
 
 
 def transformer_config(
@@ -100,6 +104,16 @@ def head_weight(model: GPTModel) -> Tensor:
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
+
+
+def _mark_shards(model: nn.Module) -> None:
+    """Say which weights are cut over tensor ranks. megatron's initialisation would; without the marks the gradient
+    norm takes the other ranks' shards for copies and leaves them out."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            cut = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, cut, stride=1)
 
 
 def _sum_gradients(model: list[DistributedDataParallel], num_tokens: Tensor | None, **kwargs: Any) -> None:

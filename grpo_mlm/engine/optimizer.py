@@ -75,8 +75,14 @@ class Optimizer:
         lr = self.learning_rate()
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if not all_agree(self.device, loss_is_finite and math.isfinite(grad_norm)):
-            return StepResult(grad_norm, lr, skipped=True)
+        finite = all_agree(self.device, loss_is_finite and math.isfinite(grad_norm))
+        if finite:
+            self._apply(lr, grad_norm)
+        # The main gradients are views of the model's buffers: left in place, the next backward would add to them.
+        self.megatron.zero_grad()
+        return StepResult(grad_norm, lr, skipped=not finite)
+
+    def _apply(self, lr: float, grad_norm: float) -> None:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             # megatron gives norms and biases a group of their own, with a multiplier of 0.
@@ -85,4 +91,3 @@ class Optimizer:
             clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
         self.megatron.step_with_ready_grads()
         self.steps += 1
-        return StepResult(grad_norm, lr, skipped=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,23 +34,25 @@ class RunConsole:
         self.console = Console(quiet=quiet, highlight=False)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text))
+        self.console.print(escape(text), soft_wrap=True)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """One line: reward, length, clip fraction, KL, entropy, gradient norm, tokens/s, seconds."""
         cells = [f"{head} {form.format(metrics[name])}" for name, head, form in COLUMNS if name in metrics]
         cells += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val-core/")]
-        self.console.print(f"[bold]step {step}/{total}[/]  " + "  ".join(escape(cell) for cell in cells))
+        self.console.print(
+            f"[bold]step {step}/{total}[/]  " + "  ".join(escape(cell) for cell in cells), soft_wrap=True
+        )
 
     @contextmanager
-    def generating(self, total: int) -> Iterator[Progress]:
-        """A progress bar; call `.advance(0)` as samples finish. Draws only on a terminal."""
+    def generating(self, total: int) -> Iterator[Callable[[], None]]:
+        """A progress bar; call what it gives for each finished sample. Draws only on a terminal."""
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(
             *columns, console=self.console, transient=True, disable=not self.console.is_terminal
         ) as bar:
-            bar.add_task("generating", total=total)
-            yield bar
+            task = bar.add_task("generating", total=total)
+            yield lambda: bar.advance(task)
 
     def samples(self, batch: RolloutBatch, count: int) -> None:
         """The first completions of the batch, one a prompt where there are enough prompts."""

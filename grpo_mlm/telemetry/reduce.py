@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -33,6 +34,23 @@ def reduce_metrics(parts: Iterable[Mapping[str, Part]]) -> dict[str, float]:
         for name, part in whole.items()
         if part.kind != "mean" or part.count
     }
+
+
+def over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """One record for several optimizer steps: means, but extremes of extremes and the total of skipped steps."""
+    columns = {
+        name: [step[name] for step in steps if name in step] for name in {n for step in steps for n in step}
+    }
+    return {name: _over_steps(name, values) for name, values in sorted(columns.items())}
+
+
+def _over_steps(name: str, values: list[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    total = math.fsum(values)
+    return total if name.endswith("/skipped_steps") else total / len(values)
 
 
 def _join(a: Part, b: Part) -> Part:

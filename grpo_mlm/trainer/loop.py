@@ -14,6 +14,7 @@ from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import minibatches
 from grpo_mlm.telemetry.batch_metrics import batch_metrics
 from grpo_mlm.telemetry.clock import Clock
+from grpo_mlm.telemetry.reduce import over_steps
 from grpo_mlm.trainer.advantages import batch_advantages
 from grpo_mlm.trainer.run import Run
 from grpo_mlm.trainer.validate import validate
@@ -51,7 +52,7 @@ def train(run: Run) -> None:
 
 
 def update(run: Run, step: int, batch: RolloutBatch, trained: np.ndarray) -> dict[str, float]:
-    """Every epoch and mini-batch, one optimizer step each; metrics are means over the steps."""
+    """Every epoch and mini-batch, one optimizer step each; one record of metrics for all."""
     cfg = run.config
     seen: list[dict[str, float]] = []
     logprobs = batch.old_logprobs
@@ -63,13 +64,5 @@ def update(run: Run, step: int, batch: RolloutBatch, trained: np.ndarray) -> dic
             logprobs = forward_logprobs if logprobs is None else logprobs
             seen.append(metrics)
             run.check_skipped(metrics)
-    if logprobs is None:
-        return {"actor/optimizer_steps": 0.0}
-    mean = {
-        name: float(np.mean([m[name] for m in seen if name in m])) for name in {k for m in seen for k in m}
-    }
-    return (
-        mean
-        | rollout_mismatch(batch.rollout_logprobs, logprobs)
-        | {"actor/optimizer_steps": float(len(seen))}
-    )
+    metrics = over_steps(seen) | {"actor/optimizer_steps": float(len(seen))}
+    return metrics if logprobs is None else metrics | rollout_mismatch(batch.rollout_logprobs, logprobs)

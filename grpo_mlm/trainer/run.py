@@ -79,14 +79,14 @@ class Run:
             sampling = Sampling(
                 cfg.rollout.temperature, cfg.data.max_response_length, stop=tuple(cfg.rollout.stop)
             )
-            with self.console.generating(len(requests)) as bar:
+            with self.console.generating(len(requests)) as advance:
                 finished, scoring_seconds = rollout(
                     self.engines,
                     self.scorer,
                     prompts,
                     requests,
                     sampling,
-                    lambda: bar.advance(0),
+                    advance,
                     cfg.cluster.call_timeout_s,
                 )
             batch = assemble(finished)

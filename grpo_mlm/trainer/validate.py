@@ -18,6 +18,7 @@ def validate(run: Run) -> dict[str, float]:
 
     The seeds depend on the run's seed and the row alone, so every validation draws alike.
     """
+    assert run.engines is not None
     config = run.config
     val = config.rollout.val_kwargs
     prompts = dict(enumerate(run.val_prompts))
@@ -25,14 +26,14 @@ def validate(run: Run) -> dict[str, float]:
         val.temperature, config.data.max_response_length, val.top_p, val.top_k, tuple(config.rollout.stop)
     )
     requests = make_requests(prompts, val.n, config.run.seed, step=-1)
-    with run.console.generating(len(requests)) as bar:
+    with run.console.generating(len(requests)) as advance:
         finished, _ = rollout(
             run.engines,
             run.scorer,
             prompts,
             requests,
             sampling,
-            lambda: bar.advance(0),
+            advance,
             config.cluster.call_timeout_s,
         )
     values: dict[str, list[float]] = defaultdict(list)
