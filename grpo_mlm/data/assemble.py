@@ -35,7 +35,6 @@ def assemble(samples: Sequence[Finished]) -> RolloutBatch:
     prompts = [np.array(s.prompt.token_ids, dtype=np.int64) for s in samples]
     responses = [np.asarray(s.completion.token_ids, dtype=np.int64) for s in samples]
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    valid = np.array([not s.result.invalid for s in samples], dtype=bool)
     names = sorted({name for s in samples for name in s.result.parts})
     batch = RolloutBatch(
         tokens=np.concatenate([ids for pair in zip(prompts, responses, strict=True) for ids in pair]),
@@ -47,16 +46,11 @@ def assemble(samples: Sequence[Finished]) -> RolloutBatch:
         rollout_logprobs=np.concatenate(
             [np.asarray(s.completion.logprobs, dtype=np.float32) for s in samples]
         ),
-        reward=np.array([s.result.value if ok else np.nan for s, ok in zip(samples, valid, strict=True)]),
-        valid=valid,
-        gen_seconds=np.array([s.completion.seconds for s in samples]),
-        reward_seconds=np.array([s.result.seconds for s in samples]),
-        reward_parts={
-            name: np.array(
-                [s.result.parts.get(name, np.nan) if not s.result.invalid else np.nan for s in samples]
-            )
-            for name in names
-        },
+        reward=np.array([np.nan if s.result.invalid else s.result.value for s in samples], dtype=np.float64),
+        valid=np.array([not s.result.invalid for s in samples], dtype=bool),
+        gen_seconds=np.array([s.completion.seconds for s in samples], dtype=np.float64),
+        reward_seconds=np.array([s.result.seconds for s in samples], dtype=np.float64),
+        reward_parts={name: _part(name, samples) for name in names},
         finish_reason=[s.completion.finish_reason for s in samples],
         data_source=[s.prompt.data_source for s in samples],
         prompt_text=[s.prompt.text for s in samples],
@@ -66,3 +60,9 @@ def assemble(samples: Sequence[Finished]) -> RolloutBatch:
     )
     batch.check()
     return batch
+
+
+def _part(name: str, samples: Sequence[Finished]) -> np.ndarray:
+    """One part of the rewards, float64 [N]; NaN where a sample has none."""
+    values = [np.nan if s.result.invalid else s.result.parts.get(name, np.nan) for s in samples]
+    return np.array(values, dtype=np.float64)

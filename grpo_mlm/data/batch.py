@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 # Per-token columns `[R]`, float32; None until the phase that makes them has run.
@@ -100,9 +100,12 @@ class RolloutBatch:
             per_sample = f.name not in (*TOKEN_COLUMNS, "tokens", "cu_seqlens", "reward_parts")
             if per_sample and len(column) != n:
                 raise ValueError(f"{f.name} has {len(column)} entries for {n} samples")
+        for name, values in self.reward_parts.items():
+            if len(values) != n:
+                raise ValueError(f"reward part {name} has {len(values)} entries for {n} samples")
 
     def save(self, path: Path) -> None:
-        """Write the whole batch as one safetensors file; text columns go into its JSON metadata."""
+        """Write the whole batch as one safetensors file; its text columns are the UTF-8 bytes of one JSON object."""
         arrays, texts = {}, {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -112,9 +115,11 @@ class RolloutBatch:
                 arrays |= {f"{f.name}/{key}": np.ascontiguousarray(v) for key, v in value.items()}
             elif value is not None:
                 texts[f.name] = value
+        # Not in the file's metadata: safetensors reads a header of 100 MB at most.
+        arrays["texts"] = np.frombuffer(json.dumps(texts).encode(), dtype=np.uint8)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(path.suffix + ".tmp")
-        save_file(arrays, aside, metadata={"texts": json.dumps(texts)})
+        save_file(arrays, aside)
         aside.replace(path)
 
     @classmethod
@@ -123,8 +128,8 @@ class RolloutBatch:
         columns: dict[str, Any] = {"reward_parts": {}}
         try:
             with safe_open(path, framework="numpy") as file:
-                columns |= json.loads(file.metadata()["texts"])
-                for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                columns |= json.loads(file.get_tensor("texts").tobytes())
+                for key in set(file.keys()) - {"texts"}:
                     name, _, part = key.partition("/")
                     if part:
                         columns[name][part] = file.get_tensor(key)
@@ -132,8 +137,6 @@ class RolloutBatch:
                         columns[name] = file.get_tensor(key)
             batch = cls(**columns)
             batch.check()
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is not a saved rollout batch: {error}") from error
-        except Exception as error:  # safetensors raises its own type for a damaged header
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
         return batch

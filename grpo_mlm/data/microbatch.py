@@ -13,6 +13,10 @@ from torch import Tensor
 from grpo_mlm.data.batch import RolloutBatch
 
 
+ATTENTION_LENGTH = 49_152
+"""Sequence length at which causal attention costs as much as a layer's matrices: 12 x hidden size, of 4096 here."""
+
+
 def pack(seq_lens: np.ndarray, indices: np.ndarray, dp: int, max_tokens: int) -> list[list[list[int]]]:
     """`[dp][micro-batch]` -> sample indices. A pure function; what always holds:
 
@@ -28,7 +32,7 @@ def pack(seq_lens: np.ndarray, indices: np.ndarray, dp: int, max_tokens: int) ->
     fitted = _first_fit(order, seq_lens, max_tokens)
     count = max(1, -(-len(fitted) // dp)) * dp
     bins = _deal(order, seq_lens, max_tokens, count)
-    if bins is None:  # dealing evenly can fail where first fit did not: keep its bins, split to the count
+    if bins is None:  # dealing evenly can fail where first fit did not; then nearly all of its bins are full
         bins = fitted + [[] for _ in range(count - len(fitted))]
     return _share_out([sorted(b) for b in bins], seq_lens, dp)
 
@@ -63,9 +67,9 @@ def _deal(order: list[int], seq_lens: np.ndarray, max_tokens: int, count: int) -
 
 
 def _share_out(bins: list[list[int]], seq_lens: np.ndarray, dp: int) -> list[list[list[int]]]:
-    """Bins to ranks, heaviest first, each to the lightest rank that still wants one. Attention grows with T^2."""
+    """Bins to ranks, heaviest first, each to the lightest rank that still wants one."""
     per_rank = len(bins) // dp
-    cost = [float(sum(seq_lens[i] + seq_lens[i] ** 2 / 4096 for i in b)) for b in bins]
+    cost = [sum(int(seq_lens[i]) * (1 + int(seq_lens[i]) / ATTENTION_LENGTH) for i in b) for b in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(dp)]
     load = [0.0] * dp
     for b in sorted(range(len(bins)), key=lambda b: (-cost[b], b)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,26 +40,42 @@ class PromptSet:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer; UserError names the folder when it has none."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: no usable tokenizer: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # damaged files raise anything from KeyError to the tokenizers' bare Exception
+        raise UserError(
+            f"{folder}: no usable tokenizer: {type(error).__name__}: {error}; the model folder needs the tokenizer's "
+            "files, such as tokenizer.json and tokenizer_config.json"
+        ) from error
+    # From config.json alone transformers makes up a tokenizer that encodes every text to nothing.
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise UserError(f"{folder}: no usable tokenizer: no vocabulary, is tokenizer.json missing?")
+    return tokenizer
 
 
 def load_prompts(specs: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """Every row of every source, rendered. UserError names source, row and column of the first mistake."""
+    """Every row of every source, rendered. UserError names source, row and column of the first mistake.
+
+    Rows without text and rows over the limit are treated as `data.truncation` says; no usable row is an error.
+    """
     prompts, dropped = [], Counter[str]()
     for spec in specs:
         for index, row in enumerate(read_rows(spec)):
             where = f"{spec}, row {index + 1}"
             ids, text = render(_messages_of(row, config, where), config, tokenizer, where)
-            fault = _length_fault(ids, text, config)
-            if fault and config.truncation == "error":
-                raise UserError(f"{where}: {fault}; raise data.max_prompt_length or set data.truncation=drop")
+            fault = _fault(ids, text, config)
             if fault:
-                dropped[fault.split(":")[0]] += 1
+                if config.truncation == "error":
+                    raise UserError(f"{where}: {_EXPLAIN[fault](len(ids), config.max_prompt_length)}")
+                dropped[fault] += 1
                 continue
             source = str(row.get(config.source_key) or (spec if spec.startswith(GYM) else Path(spec).stem))
             prompts.append(Prompt(tuple(ids), text, row.get(config.answer_key), row, source, index))
+    if specs and not prompts:
+        counts = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
+        raise UserError(
+            f"{', '.join(specs)}: no usable prompt, all were dropped ({counts}); "
+            f"data.max_prompt_length is {config.max_prompt_length}"
+        )
     return PromptSet(prompts, dict(dropped))
 
 
@@ -83,20 +99,21 @@ def _messages_of(row: Row, config: DataConfig, where: str) -> str | Messages:
             f"{where}: column {config.prompt_key!r} is a string or a list of {{role, content}} messages, "
             f"this is {type(prompt).__name__}: {str(prompt)[:80]}"
         )
-    has_system = any(m["role"] == "system" for m in prompt)
-    if config.system_prompt is not None and not has_system:
-        prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
-    return prompt
+    # Parquet gives every message every field; a template must not take those of other rows for set.
+    messages = [{name: value for name, value in m.items() if value is not None} for m in prompt]
+    if config.system_prompt is not None and not any(m["role"] == "system" for m in messages):
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
 
 
 def render(
     prompt: str | Messages, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], str]:
-    """Ids and text of a prompt, cut to the limit under `truncation: left`."""
+    """Ids and text of a prompt, cut to the limit under `truncation: left`; no ids where it has no text."""
     ids = _encode(prompt, config, tokenizer, where)
     if config.truncation == "left" and len(ids) > config.max_prompt_length:
         ids = _cut_left(prompt, ids, config, tokenizer, where)
-    return ids, str(tokenizer.decode(ids))
+    return ids, str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _encode(
@@ -134,26 +151,54 @@ def _one_bos(ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _cut_left(
     prompt: str | Messages, ids: list[int], config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
-    """Cut the oldest content: of chat rows the beginning of the earliest message that is not the system's, so
-    that the template around it stays whole; of plain prompts, and where that is not enough, the first ids.
+    """Cut the oldest content. Chat rows are rendered again from shortened messages, so that system prompt, template
+    and generation prompt stay whole; where those leave no room, and in plain prompts, the first ids go. BOS stays.
     """
     limit = config.max_prompt_length
-    messages = [dict(m) for m in prompt] if isinstance(prompt, list) else []
-    for message in (m for m in messages if m["role"] != "system"):
-        content = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-        while content and len(ids) > limit:
-            content = content[len(ids) - limit :]
-            message["content"] = tokenizer.decode(content)
-            ids = _encode(messages, config, tokenizer, where) or ids[-limit:]
-        if len(ids) <= limit:
-            return ids
-    bos = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    if isinstance(prompt, list):
+        shorter = _cut_messages(prompt, len(ids), config, tokenizer, where)
+        if shorter:
+            return shorter
+    bos = ids[:1] if limit > 1 and ids[0] == tokenizer.bos_token_id else []
     return bos + ids[len(ids) - limit + len(bos) :]
 
 
-def _length_fault(ids: list[int], text: str, config: DataConfig) -> str | None:
-    if not ids or not text.strip():
-        return "empty: the prompt has no text"
-    if len(ids) > config.max_prompt_length:
-        return f"too_long: the prompt has {len(ids)} tokens, data.max_prompt_length is {config.max_prompt_length}"
+def _cut_messages(
+    prompt: Messages, length: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> list[int] | None:
+    """Ids of the prompt without the beginning of its oldest messages, the system's aside; None where that would
+    leave no text at all.
+    """
+    limit = config.max_prompt_length
+    messages = [dict(m) for m in prompt]
+    for message in (m for m in messages if m["role"] != "system"):
+        content = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+        while content and length > limit:
+            content = content[length - limit :]
+            text = tokenizer.decode(content, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            message["content"] = text.lstrip("\ufffd")  # the rest of a character that was cut in two
+            ids = _encode(messages, config, tokenizer, where)
+            if not ids:
+                return None
+            if len(ids) <= limit:
+                return ids
+            length = len(ids)
     return None
+
+
+_EXPLAIN: dict[str, Callable[[int, int], str]] = {
+    "empty": lambda length, limit: (
+        "the prompt has no text; remove the row, or set data.truncation=drop to skip and count such rows"
+    ),
+    "too_long": lambda length, limit: (
+        f"the prompt has {length} tokens, data.max_prompt_length is {limit}; raise it, or set data.truncation to "
+        "drop or left"
+    ),
+}
+
+
+def _fault(ids: list[int], text: str, config: DataConfig) -> str | None:
+    """Why a prompt cannot be sent, a key of `_EXPLAIN`; None where it can."""
+    if not ids or not text.strip():
+        return "empty"
+    return "too_long" if len(ids) > config.max_prompt_length else None

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_mlm.errors import UserError
+
 
 class PromptSampler:
     """Hands out `batch_size` rows a step. An epoch's last rows are topped up from the next one, so none is lost.
@@ -42,13 +44,18 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs to go on with the very next row."""
-        return {"drawn": self.drawn, "rows": self.rows, "seed": self.seed}
+        return {"drawn": self.drawn, "rows": self.rows, "shuffle": self.shuffle, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; ValueError when it belongs to other rows or another seed."""
-        if (state["rows"], state["seed"]) != (self.rows, self.seed):
-            raise ValueError(
-                f"the sampler's state is of {state['rows']} rows and seed {state['seed']}, "
-                f"the data has {self.rows} and the run {self.seed}"
-            )
+        """Go on where `state` was taken; UserError when it belongs to an order of rows that is not this one."""
+        for name, key in (
+            ("rows", "usable rows of data.train_files"),
+            ("shuffle", "data.shuffle"),
+            ("seed", "run.seed"),
+        ):
+            if state[name] != getattr(self, name):
+                raise UserError(
+                    f"the saved position in the data is for {key}={state[name]}, now it is {getattr(self, name)}: "
+                    "rows would be lost or repeated; resume with the same data and seed, or start a new run"
+                )
         self.drawn = int(state["drawn"])

@@ -12,7 +12,7 @@ from grpo_mlm.errors import UserError
 
 Row = dict[str, Any]
 GYM = "reasoning_gym:"
-GYM_SIZE = 500  # rows of a task without `size=`
+GYM_DEFAULTS = {"size": 500, "seed": 0}  # of its own, a task would draw a new seed in every run
 
 
 def read_rows(spec: str) -> list[Row]:
@@ -25,7 +25,10 @@ def read_rows(spec: str) -> list[Row]:
         raise UserError(f"{spec}: a data source is a .jsonl or .parquet file, or {GYM}TASK?size=N&key=value")
     if not path.is_file():
         raise UserError(f"{spec}: no such file")
-    rows = readers[path.suffix](path)
+    try:
+        rows = readers[path.suffix](path)
+    except OSError as error:
+        raise UserError(f"{spec}: cannot be read: {error}") from error
     if not rows:
         raise UserError(f"{spec}: the file has no rows")
     return rows
@@ -50,46 +53,45 @@ def _jsonl(path: Path) -> list[Row]:
 
 
 def _parquet(path: Path) -> list[Row]:
-    """Plain Python values: pyarrow reads the columns and ignores what other libraries noted in the schema."""
+    """Rows of plain Python values. pyarrow alone reads the columns, and ignores what other libraries noted in the
+    schema, which their own older versions may not understand.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return pq.ParquetFile(path).read().to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except pa.ArrowException as error:
         raise UserError(f"{path}: not a readable Parquet file: {error}") from error
 
 
 def _reasoning_gym(spec: str) -> list[Row]:
-    """`reasoning_gym:TASK?size=N&seed=S&key=value`: the task's entries, with `prompt`, `answer` and `metadata`."""
+    """`reasoning_gym:TASK?size=N&seed=S&key=value`: the task's entries, with `prompt` for their question and the
+    task as `data_source`. Values are JSON scalars where they read as such.
+    """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     task, _, query = spec.removeprefix(GYM).partition("?")
     if task not in DATASETS:
         raise UserError(f"{spec}: reasoning_gym has no task {task!r}{did_you_mean(task, DATASETS)}")
-    settings = {"size": GYM_SIZE} | {
-        key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)
-    }
+    settings: dict[str, Any] = {}
     known = DATASETS[task][1].__dataclass_fields__
-    for key in settings:
+    for key, text in parse_qsl(query, keep_blank_values=True):
         if key not in known:
-            raise UserError(f"{spec}: task {task} has no setting {key!r}{did_you_mean(key, known)}")
+            near = did_you_mean(key, known) or f"; it has {', '.join(sorted(known))}"
+            raise UserError(f"{spec}: task {task} has no setting {key!r}{near}")
+        if key in settings:
+            raise UserError(f"{spec}: {key} is given twice")
+        settings[key] = _value(text)
     try:
-        dataset = reasoning_gym.create_dataset(task, **settings)
+        dataset = reasoning_gym.create_dataset(task, **GYM_DEFAULTS | settings)
         entries = [dataset[i] for i in range(len(dataset))]
-    except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"{spec}: reasoning_gym refuses these settings: {error}") from error
-    return [
-        {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "metadata": entry["metadata"],
-            "question": entry["question"],
-            "data_source": task,
-        }
-        for entry in entries
-    ]
+    except Exception as error:  # tasks check their settings as they like, some with a plain AttributeError
+        raise UserError(
+            f"{spec}: reasoning_gym refuses these settings: {type(error).__name__}: {error}"
+        ) from error
+    return [{**entry, "prompt": entry["question"], "data_source": task} for entry in entries]
 
 
 def _value(text: str) -> Any:

@@ -51,7 +51,7 @@ class Device:
 
 
 def open_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
-    """The device of this process, ready for megatron-core; call it before anything imports megatron.
+    """The device of this process, ready for megatron-core.
 
     `auto` is cuda where a GPU is visible. Every process sees its own GPU as number 0. RunFailure: cuda without one.
     """

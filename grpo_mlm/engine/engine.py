@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from grpo_mlm.engine.optimizer import Optimizer
 from grpo_mlm.engine.reference import host_copy, swapped_in
 from grpo_mlm.engine.weight_sender import WeightSender
 from grpo_mlm.layouts.boxes import Layout
+from grpo_mlm.layouts.known_tokens import known_tokens
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.telemetry.reduce import Part, merge
@@ -59,7 +61,9 @@ class MegatronEngine:
     def start(self, host: str, port: int) -> None:
         """Meet the other ranks, build this rank's part of the model, load its weights, make the optimizer."""
         config, actor = self.config, self.config.actor
-        store = self.store or dist.TCPStore(host, port, is_master=False)
+        timeout = timedelta(seconds=config.cluster.start_timeout_s)
+        store = self.store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        # One replica has nothing to share out, and would pay for copies of all gradients and weights.
         sharded = actor.megatron.use_distributed_optimizer and self.place.dp > 1
         with self.device.active():
             parallel.join(self.device, store, self.place, config.cluster.call_timeout_s)
@@ -73,7 +77,7 @@ class MegatronEngine:
         head = Head(
             self.gpt,
             config.rollout.temperature,
-            self.spec.vocab_size,
+            known_tokens(self.model_folder),
             actor.logits_chunk_mb << 20,
             parallel.tensor_group(self.place),
         )

@@ -29,7 +29,7 @@ class Head:
 
     model: GPTModel
     temperature: float
-    vocab_size: int  # rows past it are padding and enter no softmax
+    vocab_size: int  # rows past it are padding, or unknown to the tokenizer, and enter no softmax
     chunk_bytes: int
     group: dist.ProcessGroup | None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -9,11 +11,14 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from grpo_mlm.data.microbatch import PackedSequences
 from grpo_mlm.engine.device import Device
 from grpo_mlm.engine.layers import Layers, with_output_bias
+from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.model import ModelSpec
 
 
 def te_layers(spec: ModelSpec, device: Device) -> Layers:
-    """Layers of `spec` by Transformer Engine."""
+    """Layers of `spec` by Transformer Engine. RunFailure where it is not installed."""
+    if find_spec("transformer_engine") is None:
+        raise RunFailure("training on GPUs needs transformer-engine: pip install 'grpo_mlm[gpu]'")
 
     def stage(config: TransformerConfig) -> ModuleSpec:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)

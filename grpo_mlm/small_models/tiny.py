@@ -90,7 +90,8 @@ def _make(folder: Path, model_class: type[PreTrainedModel], config: Any) -> None
                     parameter.uniform_(0.7, 1.3)
             # Stock init zeroes the padding row. A model of random weights samples that token too, and the norm
             # of a zero vector has a gradient of 1 / sqrt(eps).
-            model.get_input_embeddings().weight[config.pad_token_id].normal_(0.0, config.initializer_range)
+            embedding: Any = model.get_input_embeddings()
+            embedding.weight[config.pad_token_id].normal_(0.0, config.initializer_range)
     with made_aside(folder) as aside:
         model.save_pretrained(aside)
         character_tokenizer().save_pretrained(aside)

@@ -11,6 +11,7 @@ import torch
 from grpo_mlm.engine.cpu.adam import CpuFusedAdam
 from grpo_mlm.engine.cpu.redirect import RedirectCuda
 from grpo_mlm.engine.cpu.traps import check_traps
+from grpo_mlm.engine.device import open_device
 from grpo_mlm.errors import RunFailure
 
 
@@ -77,3 +78,9 @@ def test_silently_wrong_combinations_are_refused(change: dict[str, Any], named: 
     check_traps(SimpleNamespace(**SOUND))
     with pytest.raises(RunFailure, match=named):
         check_traps(SimpleNamespace(**SOUND | change))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(RunFailure, match=r"cluster\.device"):
+        open_device("cuda")

@@ -123,3 +123,15 @@ def test_bfloat16_steps_add_up_in_float32(world: Any, ranks: Ranks, model: Calla
             # No weight moves by more than a step's rate, twelve times, and half a unit of rounding.
             assert abs(final[name] - start).max() < 12 * 1.5e-3 + 1 / 128
     assert moved > 50
+
+
+def test_bfloat16_gradients_are_summed_in_float32(ranks: Ranks, model: Callable[..., Any]) -> None:
+    """Seven equal micro-batches give exactly seven times the gradient of one; in bfloat16 the sum would be rounded."""
+    folder, _ = model("qwen3")
+    batch = make_batch([(4, 9)])
+    with ranks.engines(make_config(folder, {"dtype": "bfloat16"}), folder, make_world()) as run:
+        [(once, _)] = run(jobs.gradients, batch, [[[0]]], uniform(batch))
+        [(seven, _)] = run(jobs.gradients, batch, [[[0]] * 7], uniform(batch))
+    for name, values in once.items():
+        assert np.array_equal(seven[name], 7 * values), name
+        assert values.any(), name

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-BLOCK = 1 << 17  # elements that are fp32 at a time: small enough for a core's own cache
+BLOCK = 1 << 18  # elements that are fp32 at a time: small enough for a core's own cache
 
 
 class RMSNorm(torch.nn.Module):
