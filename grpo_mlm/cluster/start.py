@@ -60,7 +60,12 @@ def start_engines(
 
 def _environment(config: Config) -> dict[str, str]:
     """What a process's libraries read at import."""
-    env = {"OMP_NUM_THREADS": str(config.cluster.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        "OMP_NUM_THREADS": str(config.cluster.threads_per_worker),
+        # Trainer and engines take turns on the same cores: threads that spin while they wait would steal them.
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if config.cluster.nnodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env

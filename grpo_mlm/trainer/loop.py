@@ -1,8 +1,8 @@
 """GRPO, one screen: sample, score, compare inside each group, update, hand the new weights back.
 
 Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), algorithm 1, with the options that the field added since.
-From here to the loss: `actor.update` -> `engine/engine.py: MegatronEngine.update` -> `engine/forward.py` ->
-`algorithms/grpo_loss.py`.
+From here to the loss: `actor.update` calls `engine/engine.py: MegatronEngine.update` on every rank, which goes
+through `engine/forward.py` and `engine/loss.py` to `algorithms/grpo_loss.py`.
 """
 
 from __future__ import annotations

@@ -93,10 +93,14 @@ class Run:
         clock.move("gen", "reward", scoring_seconds)
         if cfg.trainer.debug.save_rollouts is not None:
             batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
-        self._check_invalid(batch)
+        self._check(batch)
         return batch
 
-    def _check_invalid(self, batch: RolloutBatch) -> None:
+    def _check(self, batch: RolloutBatch) -> None:
+        """RunFailure where the step cannot be trained on: too many invalid samples, or longer ones than allowed."""
+        longest, allowed = int(batch.response_lens.max()), self.config.data.max_response_length
+        if longest > allowed:
+            raise RunFailure(f"an engine returned {longest} tokens, data.max_response_length is {allowed}")
         fraction, limit = 1 - batch.valid.mean(), self.config.reward.max_invalid_fraction
         if fraction > limit:
             reasons = sorted({reason for reason, ok in zip(batch.reason, batch.valid, strict=True) if not ok})
