@@ -42,16 +42,26 @@ class ActorGroup:
         """One optimizer step on the `trained` samples of the mini-batch.
 
         Returns the metrics over the whole step, and the log-probs of the training forward `[R]` (NaN elsewhere).
-        The denominators of the loss are those of this step, over every rank and micro-batch.
+        The denominators of the loss are those of this step, over every rank and micro-batch. Samples that can
+        have no gradient (advantage 0, and no KL or entropy term) count in them, but are not computed.
         """
         chosen = np.zeros(len(batch), dtype=bool)
         chosen[mini] = True
         chosen &= trained
         cfg = self.config
         weights = token_weights(batch.response_lens, chosen, cfg.loss_agg_mode, cfg.loss_scale_factor)
+        if not (cfg.use_kl_loss or cfg.entropy_coeff):
+            chosen &= _has_advantage(batch)
         schedule = pack(batch.seq_lens, np.flatnonzero(chosen), self.dp, cfg.max_tokens_per_gpu)
         replies = self.call("update", ray.put(batch), schedule, weights.astype(np.float32))
         return reduce_metrics([reply["metrics"] for reply in replies]), _scatter(batch, replies, "logprobs")
+
+
+def _has_advantage(batch: RolloutBatch) -> np.ndarray:
+    """Samples with some advantage other than 0, bool `[N]`."""
+    assert batch.advantages is not None
+    sample = np.repeat(np.arange(len(batch)), batch.response_lens)
+    return np.bincount(sample, weights=np.abs(batch.advantages), minlength=len(batch)) > 0
 
 
 def _scatter(batch: RolloutBatch, replies: Sequence[dict[str, Any] | None], column: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from grpo_mlm.layouts.spec import ModelSpec
 
 BUILTIN_REWARDS = ("exact_match", "math", "reasoning_gym")
 VLLM_VOCAB_MULTIPLE = 64
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 
 
 def check_config(config: Config) -> None:
@@ -144,8 +144,8 @@ def _rewards(c: Config) -> Iterator[str]:
         name = function.name
         if name not in BUILTIN_REWARDS and not _FUNCTION.fullmatch(name):
             yield (
-                f"reward.functions.{i}.name={name!r}: expected {', '.join(BUILTIN_REWARDS)}, or module:function"
-                + did_you_mean(name, BUILTIN_REWARDS)
+                f"reward.functions.{i}.name={name!r}: expected {', '.join(BUILTIN_REWARDS)}, module:function "
+                "or path/to/file.py:function" + did_you_mean(name, BUILTIN_REWARDS)
             )
         if name in [other.name for other in functions[:i]]:
             yield f"reward.functions.{i}.name={name} is there twice; a reward's parts are told apart by name"
@@ -168,7 +168,7 @@ def _run(c: Config) -> Iterator[str]:
     if not re.fullmatch(r"\w[\w.-]*", c.run.name):
         yield f"run.name={c.run.name!r} names a directory: use letters, digits, '.', '_' and '-'"
     if c.model.maker is not None and not _FUNCTION.fullmatch(c.model.maker):
-        yield f"model.maker={c.model.maker!r}: expected module:function"
+        yield f"model.maker={c.model.maker!r}: expected module:function or path/to/file.py:function"
     if c.cluster.nnodes > 1 and c.cluster.address is None:
         yield (
             f"cluster.nnodes={c.cluster.nnodes} without cluster.address: a cluster started for this run alone is this "

@@ -256,7 +256,7 @@ class RolloutConfig(Section):
 
 class RewardFunctionConfig(Section):
     name: str
-    """`exact_match`, `math`, `reasoning_gym`, or your own `module:function`."""
+    """`exact_match`, `math`, `reasoning_gym`, or your own `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     kwargs: dict[str, Any] = {}

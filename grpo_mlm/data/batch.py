@@ -16,6 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from grpo_mlm.errors import UserError
+
 # Per-token columns `[R]`, float32; None until the phase that makes them has run.
 TOKEN_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 
@@ -124,7 +126,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: Path) -> RolloutBatch:
-        """Read a batch written by `save`; ValueError names the file when it is not one."""
+        """Read a batch written by `save`; UserError names the file when it is not one."""
         columns: dict[str, Any] = {"reward_parts": {}}
         try:
             with safe_open(path, framework="numpy") as file:
@@ -138,5 +140,5 @@ class RolloutBatch:
             batch = cls(**columns)
             batch.check()
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise ValueError(f"{path} is not a saved rollout batch: {error}") from error
+            raise UserError(f"{path} is not a saved rollout batch: {error}") from error
         return batch

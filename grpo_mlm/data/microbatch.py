@@ -12,7 +12,6 @@ from torch import Tensor
 
 from grpo_mlm.data.batch import RolloutBatch
 
-
 ATTENTION_LENGTH = 49_152
 """Sequence length at which causal attention costs as much as a layer's matrices: 12 x hidden size, of 4096 here."""
 

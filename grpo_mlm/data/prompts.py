@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,11 @@ def load_prompts(specs: Sequence[str], config: DataConfig, tokenizer: PreTrained
         for index, row in enumerate(read_rows(spec)):
             where = f"{spec}, row {index + 1}"
             ids, text = render(_messages_of(row, config, where), config, tokenizer, where)
-            fault = _fault(ids, text, config)
-            if fault:
+            if fault := _fault(ids, text, config.max_prompt_length):
+                kind, sentence = fault
                 if config.truncation == "error":
-                    raise UserError(f"{where}: {_EXPLAIN[fault](len(ids), config.max_prompt_length)}")
-                dropped[fault] += 1
+                    raise UserError(f"{where}: {sentence}")
+                dropped[kind] += 1
                 continue
             source = str(row.get(config.source_key) or (spec if spec.startswith(GYM) else Path(spec).stem))
             prompts.append(Prompt(tuple(ids), text, row.get(config.answer_key), row, source, index))
@@ -113,7 +113,7 @@ def render(
     ids = _encode(prompt, config, tokenizer, where)
     if config.truncation == "left" and len(ids) > config.max_prompt_length:
         ids = _cut_left(prompt, ids, config, tokenizer, where)
-    return ids, str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return ids, _text(ids, tokenizer)
 
 
 def _encode(
@@ -139,6 +139,10 @@ def _encode(
     except Exception as error:  # the template is the model's own program and raises what it likes
         raise UserError(f"{where}: the chat template refuses the messages: {error}") from error
     return _one_bos(list(ids), tokenizer)
+
+
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _one_bos(ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -175,8 +179,8 @@ def _cut_messages(
         content = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
         while content and length > limit:
             content = content[length - limit :]
-            text = tokenizer.decode(content, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            message["content"] = text.lstrip("\ufffd")  # the rest of a character that was cut in two
+            # A character that was cut in two decodes to U+FFFD.
+            message["content"] = _text(content, tokenizer).lstrip("\ufffd")
             ids = _encode(messages, config, tokenizer, where)
             if not ids:
                 return None
@@ -186,19 +190,15 @@ def _cut_messages(
     return None
 
 
-_EXPLAIN: dict[str, Callable[[int, int], str]] = {
-    "empty": lambda length, limit: (
-        "the prompt has no text; remove the row, or set data.truncation=drop to skip and count such rows"
-    ),
-    "too_long": lambda length, limit: (
-        f"the prompt has {length} tokens, data.max_prompt_length is {limit}; raise it, or set data.truncation to "
-        "drop or left"
-    ),
-}
-
-
-def _fault(ids: list[int], text: str, config: DataConfig) -> str | None:
-    """Why a prompt cannot be sent, a key of `_EXPLAIN`; None where it can."""
+def _fault(ids: list[int], text: str, limit: int) -> tuple[str, str] | None:
+    """Why a prompt cannot be sent: the kind to count it under, and a sentence; None where it can."""
     if not ids or not text.strip():
-        return "empty"
-    return "too_long" if len(ids) > config.max_prompt_length else None
+        return "empty", (
+            "the prompt has no text; remove the row, or set data.truncation=drop to skip and count such rows"
+        )
+    if len(ids) > limit:
+        return "too_long", (
+            f"the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; raise it, or set data.truncation "
+            "to drop or left"
+        )
+    return None

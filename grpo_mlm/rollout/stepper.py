@@ -31,7 +31,7 @@ class Stepper:
         self.name = name
         self._sinks: dict[str, Sink] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collected iterator may enter again
         self._end: RunFailure | None = None  # why no call is taken any more
         self._thread = threading.Thread(target=self._run, name="vllm-step", daemon=True)
         self._thread.start()
@@ -43,12 +43,7 @@ class Stepper:
 
     def call(self, closure: Callable[[], T]) -> T:
         """Run a closure between two steps; its result, or its exception."""
-        future: Future[T] = Future()
-        with self._lock:
-            if self._end is not None:
-                raise self._end
-            self._calls.put((closure, future))
-        return future.result()
+        return self._submit(closure).result()
 
     def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
         """Admit a request. Only inside a `call`."""
@@ -56,19 +51,30 @@ class Stepper:
         self._sinks[request_id] = sink
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Stop requests that nobody waits for any more; those that have finished are ignored."""
+        """Stop requests that nobody waits for any more; those that have finished are ignored.
+
+        Returns at once: a forgotten iterator ends in whichever thread collects it, the step thread included.
+        """
 
         def abort() -> None:
             alive = [name for name in request_ids if self._sinks.pop(name, None) is not None]
             self.engine.abort_request(alive)
 
         with suppress(RunFailure):  # an engine that is gone runs nothing
-            self.call(abort)
+            self._submit(abort)
 
     def close(self) -> None:
         """End the thread; whoever still waits gets a RunFailure."""
         self._refuse(RunFailure(f"{self.name} was shut down"))
         self._thread.join(JOIN_S)
+
+    def _submit(self, closure: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            self._calls.put((closure, future))
+        return future
 
     def _run(self) -> None:
         while True:

@@ -165,7 +165,7 @@ def test_special_tokens_in_a_response_are_trained_like_others() -> None:
     samples = [([9], [5, 6, 7]), ([9, eos], [5, 6, eos]), ([9], [pad, eos, 5, 6, 0])]
     packed = pack_samples(batch_of(samples), np.arange(3))
     assert packed.targets.tolist() == [5, 6, 7, 5, 6, eos, pad, eos, 5, 6, 0]
-    assert len(packed.tokens) == 3 + 4 + 11
+    assert len(packed.tokens) == 4 + 11
 
 
 def test_a_sample_without_response_has_no_rows() -> None:

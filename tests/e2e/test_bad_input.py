@@ -99,12 +99,12 @@ def test_a_missing_config_file_and_a_missing_command() -> None:
 def test_a_reward_that_raises_stops_the_run_with_its_message(tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text("def score(sample):\n    raise KeyError('no such field: gold')\n")
     overrides = (
-        "reward.functions=[{name: 'my_reward:score'}]",
+        f"reward.functions=[{{name: '{tmp_path}/my_reward.py:score'}}]",
         "trainer.val_before_train=false",
         "actor.megatron.data_parallel_size=1",
         "rollout.num_engines=1",
     )
-    run = train("tiny_dp2.yaml", tmp_path / "run", *overrides, env={"PYTHONPATH": str(tmp_path)})
+    run = train("tiny_dp2.yaml", tmp_path / "run", *overrides)
     assert run.code == 1, run.output
     assert "max_invalid_fraction" in run.output
     assert "no such field" in run.output

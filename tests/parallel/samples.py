@@ -104,13 +104,15 @@ def make_world(tp: int = 1, pp: int = 1, dp: int = 1) -> World:
 
 
 def hf_logprobs(
-    model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0
+    model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0, known: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of all response tokens, sample by sample, `[R]`."""
+    """Log-probs and entropies of all response tokens, sample by sample, `[R]`, over the first `known` ids."""
     logprobs, entropies = [], []
     for i, prompt in enumerate(batch.prompt_lens):
         ids = torch.from_numpy(batch.sample_tokens(i))
-        logp = torch.log_softmax(model(ids[None]).logits[0, prompt - 1 : -1].double() / temperature, -1)
+        logp = torch.log_softmax(
+            model(ids[None]).logits[0, prompt - 1 : -1, :known].double() / temperature, -1
+        )
         logprobs.append(logp.gather(1, ids[prompt:, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)

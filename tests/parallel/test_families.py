@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.parallel import jobs
 from tests.parallel.ranks import Ranks
@@ -51,6 +54,23 @@ def test_logprobs_and_entropies_equal_transformers(
     with ranks.engines(make_config(folder, temperature=0.7), folder, make_world()) as run:
         replies = run(jobs.score, batch, SCHEDULE)
     logprobs, entropies = (values.detach().numpy() for values in hf_logprobs(hf, batch, 0.7))
+    np.testing.assert_allclose(in_order(batch, replies, "logprobs"), logprobs, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(in_order(batch, replies, "entropy"), entropies, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_that_the_tokenizer_does_not_know_enter_no_softmax(
+    tp: int, ranks: Ranks, model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """ROL-10: as in the engine, which samples none of them. 128 rows, 100 tokens: the last rank's share is cut."""
+    source, hf = model("llama", vocab_size=128)
+    folder = shutil.copytree(source, tmp_path / "model")
+    names = {f"token{i}": i for i in range(100)}
+    Tokenizer(WordLevel(names, unk_token="token0")).save(str(folder / "tokenizer.json"))
+    batch = make_batch(LENGTHS)
+    with ranks.engines(make_config(folder, temperature=0.7), folder, make_world(tp=tp)) as run:
+        replies = run(jobs.score, batch, SCHEDULE)
+    logprobs, entropies = (values.detach().numpy() for values in hf_logprobs(hf, batch, 0.7, known=100))
     np.testing.assert_allclose(in_order(batch, replies, "logprobs"), logprobs, atol=1e-4, rtol=0)
     np.testing.assert_allclose(in_order(batch, replies, "entropy"), entropies, atol=1e-4, rtol=0)
 

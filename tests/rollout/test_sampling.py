@@ -145,7 +145,8 @@ def _take_two(engine: Any, requests: list[Request], sampling: Sampling) -> tuple
     next(samples)
     next(samples)
     samples.close()
-    return engine._stepper.running, len(list(engine.generate(requests, sampling)))
+    running = engine._stepper.call(lambda: engine._stepper.running)  # after what `close` asked for
+    return running, len(list(engine.generate(requests, sampling)))
 
 
 def test_samples_that_nobody_waits_for_are_dropped(engine: EngineHost, qwen3: Path) -> None:

@@ -49,6 +49,28 @@ def test_every_rollout_option_reaches_the_engine(option: str, on_cpu: bool, qwen
     assert (usual != other) == (option not in (ONLY_CUDA if on_cpu else ONLY_CPU))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "argument", "expected"),
+    [
+        ("data.max_prompt_length", 30, "max_model_len", 78),
+        ("data.max_response_length", 30, "max_model_len", 126),
+        ("model.trust_remote_code", True, "trust_remote_code", True),
+        ("actor.dtype", "bfloat16", "dtype", "bfloat16"),
+    ],
+)
+def test_options_of_other_sections_reach_the_engine(
+    option: str, value: Any, argument: str, expected: Any, qwen3: Path
+) -> None:
+    """ROL-07: an engine has room for the longest prompt and response, and its precision is the actor's."""
+    section, name = option.split(".")
+    usual, other = (
+        engine_arguments(make_config(qwen3, **fields), qwen3, on_cpu=True)
+        for fields in ({}, {section: {name: value}})
+    )
+    assert usual[argument] != expected
+    assert other[argument] == expected
+
+
 def test_a_step_on_a_cpu_has_room_for_the_longest_prompt(qwen3: Path) -> None:
     """A split prompt would crash: no value of the option makes the budget too small."""
     config = make_config(qwen3, rollout={"max_num_batched_tokens": 10, "max_model_len": 140})
