@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import Logprob
     from vllm.outputs import RequestOutput
 
-Results = queue.SimpleQueue["tuple[str, Completion] | BaseException"]
+Results = queue.SimpleQueue["tuple[str, Completion] | RunFailure"]
 
 
 class RolloutEngine:
@@ -64,8 +64,8 @@ class RolloutEngine:
             self._stepper.call(lambda: self._admit(requests, sampling, results, waiting))
             for _ in requests:
                 item = results.get()
-                if isinstance(item, BaseException):
-                    raise RunFailure(f"{self.name}: {type(item).__name__}: {item}") from item
+                if isinstance(item, RunFailure):
+                    raise item
                 request_id, completion = item
                 waiting.discard(request_id)
                 yield completion
@@ -117,7 +117,10 @@ class RolloutEngine:
 
     def _on_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
         """Call the worker extension on every rank; RunFailure with the ranks' errors."""
-        replies = self._engine.collective_rpc(method, kwargs=kwargs)
+        try:
+            replies = self._engine.collective_rpc(method, kwargs=kwargs)
+        except RuntimeError as error:  # a worker process died
+            raise RunFailure(f"{self.name}: {method} failed: {error}") from error
         errors = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
         if errors:
             raise RunFailure(f"{self.name}: {method} failed\n" + "\n".join(errors))
@@ -144,11 +147,11 @@ class RolloutEngine:
                 raise RunFailure(f"{self.name} refused request {request.request_id}: {error}") from error
             waiting.add(request_id)
 
-    def _sink(self, request: Request, results: Results) -> Callable[[RequestOutput | BaseException], None]:
+    def _sink(self, request: Request, results: Results) -> Callable[[RequestOutput | RunFailure], None]:
         began, version = time.monotonic(), self.weight_version
 
-        def take(output: RequestOutput | BaseException) -> None:
-            if isinstance(output, BaseException):
+        def take(output: RequestOutput | RunFailure) -> None:
+            if isinstance(output, RunFailure):
                 results.put(output)
             else:
                 seconds = time.monotonic() - began

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 T = TypeVar("T")
-Sink = Callable[["RequestOutput | BaseException"], None]
+Sink = Callable[["RequestOutput | RunFailure"], None]
 """Gets a request's finished output, or why there will be none."""
 
 JOIN_S = 10.0  # a thread that is stuck inside vLLM is left behind after this
@@ -98,10 +98,14 @@ class Stepper:
                 if output.finished and output.request_id in self._sinks:
                     self._sinks.pop(output.request_id)(cast("RequestOutput", output))
         except Exception as error:
-            self._refuse(RunFailure(f"{self.name} broke down: {type(error).__name__}: {error}"))
-            self._fail_waiters(error)
+            died = getattr(self.engine.model_executor, "is_failed", False)  # of an executor with workers
+            cause = "one of its worker processes died" if died else f"{type(error).__name__}: {error}"
+            reason = RunFailure(f"{self.name} broke down: {cause}")
+            reason.__cause__ = error
+            self._refuse(reason)
+            self._fail_waiters(reason)
 
-    def _fail_waiters(self, error: BaseException) -> None:
+    def _fail_waiters(self, error: RunFailure) -> None:
         for sink in self._sinks.values():
             sink(error)
         self._sinks.clear()
