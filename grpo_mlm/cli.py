@@ -10,14 +10,15 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 
 from grpo_mlm.config import load_config
 from grpo_mlm.errors import RunFailure, UserError
+
+USAGE_ERROR: Any = typer.BadParameter.__base__  # typer shows only this subclass of its usage errors
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -68,14 +69,13 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = 0
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0  # 130 after Ctrl-C
     except (UserError, RunFailure) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         code = 2 if isinstance(error, UserError) else 1
-    except click.ClickException as error:
+    except USAGE_ERROR as error:
         error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+        code = 2
+    if code == 130:
         Console(stderr=True).print("interrupted")
-        code = 130
     sys.exit(code)

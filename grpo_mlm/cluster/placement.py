@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[No
     # A private cluster must be private: an address left over in the environment is not ours.
     os.environ.pop("RAY_ADDRESS", None) if config.address is None else None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    on_terminate = signal.getsignal(signal.SIGTERM)
     if config.address is None:
         cpus = max(devices, os.cpu_count() or 1) + 1
         store = OBJECT_STORE_BYTES if device == "cpu" else None
@@ -53,6 +55,8 @@ def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[No
             ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise UserError(f"cluster.address: no Ray cluster at {config.address!r}: {error}") from error
+    # Ray's own handler would end the driver without unwinding.
+    signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     finally:

@@ -81,18 +81,16 @@ class RolloutBatch:
 
     def check(self) -> None:
         """Raise ValueError where lengths disagree: ids and log-probs must be those that were sampled."""
-        n, r = len(self), int(self.response_lens.sum())
-        if (
-            self.cu_seqlens[0] != 0
-            or self.cu_seqlens[-1] != len(self.tokens)
-            or len(self.cu_seqlens) != n + 1
-        ):
+        n = len(self)
+        spans = len(self.cu_seqlens) == n + 1 and self.cu_seqlens[0] == 0
+        if not spans or self.cu_seqlens[-1] != len(self.tokens):
             raise ValueError(
                 f"cu_seqlens {self.cu_seqlens[:3]}..{self.cu_seqlens[-1:]} do not span "
                 f"{len(self.tokens)} tokens of {n} samples"
             )
         if n and (self.prompt_lens.min() < 1 or self.response_lens.min() < 0):
             raise ValueError("every sample needs at least one prompt token and no negative response length")
+        r = int(self.response_lens.sum())
         for name in TOKEN_COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != r:
@@ -131,7 +129,7 @@ class RolloutBatch:
         try:
             with safe_open(path, framework="numpy") as file:
                 columns |= json.loads(file.get_tensor("texts").tobytes())
-                for key in set(file.keys()) - {"texts"}:
+                for key in sorted(set(file.keys()) - {"texts"}):
                     name, _, part = key.partition("/")
                     if part:
                         columns[name][part] = file.get_tensor(key)

@@ -119,6 +119,10 @@ def render(
 def _encode(
     prompt: str | Messages, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
+    try:  # JSON can hold half a surrogate pair; tokenizers refuse it without saying so
+        "".join([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: the prompt is not valid Unicode text: {error}") from error
     if isinstance(prompt, str):
         return _one_bos(tokenizer(prompt)["input_ids"] if prompt.strip() else [], tokenizer)
     if not tokenizer.chat_template:

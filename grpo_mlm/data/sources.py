@@ -42,7 +42,7 @@ def _jsonl(path: Path) -> list[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise UserError(

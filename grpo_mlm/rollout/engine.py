@@ -6,6 +6,7 @@ With tensor parallelism vLLM starts a worker process a rank; they end with `shut
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ class RolloutEngine:
         prepare_environment(config, on_cpu)
         from vllm import EngineArgs, LLMEngine
 
+        # When a step fails it prints every request's parameters, and the cause is lost among them.
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         self.config, self.index, self.name = config, index, f"engine {index}"
         megatron = (world.tp, world.pp, world.dp)
         self.shape = SyncShape(str(model_folder), *megatron, not on_cpu, world.rollout_tp, world.num_engines)

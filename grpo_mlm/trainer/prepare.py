@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mlm.bridge.hf_files import hub_folder
+from grpo_mlm.bridge.hf_files import check_names, hub_folder
 from grpo_mlm.config.check import check_model
 from grpo_mlm.config.schema import Config, ModelConfig
 from grpo_mlm.config.world import World, resolve_world
@@ -14,6 +15,7 @@ from grpo_mlm.data.prompts import Prompt, load_prompts, load_tokenizer
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.rewards.custom import load_function
+from grpo_mlm.rewards.scorer import build_scorer
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def prepare(config: Config) -> Prepared:
     device, gpus = resolve_device(config)
     world = resolve_world(config, gpus)
     folder = model_folder(config.model)
-    check_model(config, read_model_spec(folder))
+    spec = read_model_spec(folder)
+    check_model(config, spec)
+    check_names(folder, spec)
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     train = load_prompts(config.data.train_files, config.data, tokenizer)
     if len(train.prompts) < config.data.train_batch_size and config.trainer.debug.load_rollouts is None:
@@ -42,6 +46,8 @@ def prepare(config: Config) -> Prepared:
             f"fewer than data.train_batch_size={config.data.train_batch_size}"
         )
     val = load_prompts(config.data.val_files, config.data, tokenizer)
+    with closing(build_scorer(config.reward)) as scorer:
+        scorer.check_rows([*train.prompts, *val.prompts])
     if config.trainer.debug.load_rollouts is not None:
         RolloutBatch.load(config.trainer.debug.load_rollouts)
     dropped = {f"train/{k}": n for k, n in train.dropped.items()} | {

@@ -169,7 +169,6 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
             stack.callback(tracker.close)
         scorer = build_scorer(config.reward)
         stack.callback(scorer.close)
-        scorer.check_rows([*prepared.train_prompts, *prepared.val_prompts])
         console.say(f"starting {world.describe()} on {device}")
         stack.enter_context(ray_cluster(config.cluster, device, world.devices))
         slots = stack.enter_context(reserve(world.devices, device, timeout))

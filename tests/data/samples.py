@@ -14,7 +14,9 @@ from grpo_mlm.rewards.types import RewardResult
 from grpo_mlm.rollout.request import Completion
 
 
-def finished(prompt: Sequence[int], response: Sequence[int], group: int = 0, index: int = 0, **changes: Any) -> Finished:
+def finished(
+    prompt: Sequence[int], response: Sequence[int], group: int = 0, index: int = 0, **changes: Any
+) -> Finished:
     """One sample; `changes` are fields of its completion, `answer`, or `result`."""
     result = changes.pop("result", RewardResult(1.0))
     answer = changes.pop("answer", None)

@@ -123,7 +123,9 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_task_gives_its_questions_as_prompts_with_answer_and_metadata() -> None:
-    rows = read_rows("reasoning_gym:chain_sum?size=5&seed=7&min_terms=2&max_terms=2&min_digits=1&max_digits=1")
+    rows = read_rows(
+        "reasoning_gym:chain_sum?size=5&seed=7&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    )
     assert len(rows) == 5
     for row in rows:
         left, sign, right = row["prompt"].split(":")[1].removesuffix("=").split()
@@ -142,7 +144,7 @@ def test_a_task_s_rows_depend_on_the_seed_and_are_the_same_in_every_run() -> Non
 def test_values_are_json_where_they_read_as_such() -> None:
     spec = "reasoning_gym:base_conversion?size=3&seed=1&min_base=2&max_base=3&min_value=5&max_value=9"
     assert {row["metadata"]["source_base"] for row in read_rows(spec)} <= {2, 3}
-    letters = 'reasoning_gym:letter_counting?size=2&min_words=3&max_words=3'
+    letters = "reasoning_gym:letter_counting?size=2&min_words=3&max_words=3"
     assert all(len(row["metadata"]["span"]) == 3 for row in read_rows(letters))
 
 

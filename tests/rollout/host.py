@@ -64,7 +64,7 @@ def _serve(pipe: Connection, config: Config, folder: Path, world: World, index: 
     from grpo_mlm.rollout.engine import RolloutEngine
 
     engine: RolloutEngine | None = None
-    while (entry := pipe.recv()) is not None:
+    while (entry := _next(pipe)) is not None:
         function, args = entry
         try:
             engine = engine or RolloutEngine(config, folder, world, index, on_cpu=True)
@@ -73,6 +73,14 @@ def _serve(pipe: Connection, config: Config, folder: Path, world: World, index: 
             pipe.send(error)
     if engine is not None:
         engine.shutdown()
+
+
+def _next(pipe: Connection) -> Any:
+    """The next call; None when there will be none, because the test has ended or its process has died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _generate(engine: Any, requests: list[Request], sampling: Sampling) -> list[Completion]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from grpo_mlm.bridge.sync_plan import SyncShape
 from grpo_mlm.config.world import World
@@ -21,6 +23,7 @@ from grpo_mlm.rollout.request import Request, Sampling
 from tests.rollout.host import EngineHost, ready, version
 from tests.rollout.models import PROMPTS, encode, load, make_config, reference
 from tests.rollout.trainer_processes import TrainerProcesses
+from tests.rollout.weights_in_use import slices_by_hand, weights_in_use
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +67,22 @@ def check_samples(engine: EngineHost, weights: Path, number: int) -> None:
         assert done.weight_version == number
 
 
+def _weights(engine: Any) -> list[dict[str, Tensor]]:
+    return engine._stepper.call(lambda: engine._engine.collective_rpc(weights_in_use))
+
+
 def test_each_engine_rank_gets_its_own_slices(pair: Pair) -> None:
-    """WSY-06: were one rank given another's slices, shapes would fit and log-probs would not."""
+    """WSY-06: what each rank computes with are the slices of the new weights cut by hand, bit for bit."""
     check_samples(pair.engine, pair.first, -1)
     reply = pair.trainer.sync(pair.other, version=1)
+    tensors = load_file(pair.other / "model.safetensors")
+    for rank, weights in enumerate(pair.engine.call(_weights)):
+        expected = slices_by_hand(tensors, layers=4, tp=2, rank=rank)
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
     check_samples(pair.engine, pair.other, 1)
     assert pair.trainer.sync(pair.first, version=2) == reply
     check_samples(pair.engine, pair.first, 2)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from grpo_mlm.config.schema import RolloutConfig
+from grpo_mlm.errors import RunFailure
 from grpo_mlm.rollout.request import Request, Sampling
 from grpo_mlm.rollout.vllm_options import end_tokens, engine_arguments, sampling_params
 from tests.rollout.host import EngineHost
@@ -208,3 +209,28 @@ def test_the_engine_runs_with_the_options_that_it_was_given(engine: EngineHost) 
         "logprobs_mode": "processed_logprobs",
         "eager": True,
     }
+
+
+def _break(engine: Any, requests: list[Request]) -> None:
+    """A step that fails, as it does when a kernel or a worker process dies."""
+    waiting = engine.generate(requests, Sampling(1.0, 90))
+    next(waiting)
+
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    engine._engine.step = fail
+    list(waiting)
+
+
+def _generate(engine: Any, requests: list[Request]) -> None:
+    next(engine.generate(requests, Sampling(1.0, 8)))
+
+
+@pytest.mark.slow
+def test_a_broken_engine_fails_its_waiters_and_every_later_call(engine: EngineHost, odd_model: Path) -> None:
+    """Nobody waits for ever. The last test of this engine."""
+    requests = [Request(g, 0, encode(odd_model, text), g) for g, text in enumerate(PROMPTS)]
+    for call in (_break, _generate):
+        with pytest.raises(RunFailure, match="engine 0 broke down: ValueError: no such kernel"):
+            engine.call(call, requests)
