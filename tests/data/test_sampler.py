@@ -58,11 +58,11 @@ def test_group_ids_are_never_used_twice() -> None:
 
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     def epochs(seed: int) -> list[tuple[int, ...]]:
-        rows = rows_of(steps(PromptSampler(20, 20, True, seed), 3))
-        return [tuple(rows[start : start + 20]) for start in (0, 20, 40)]
+        rows = rows_of(steps(PromptSampler(20, 20, True, seed), 5))
+        return [tuple(rows[start : start + 20]) for start in range(0, 100, 20)]
 
     assert epochs(1) == epochs(1)
-    assert len({*epochs(1), *epochs(2), tuple(range(20))}) == 7
+    assert len({*epochs(1), *epochs(2), tuple(range(20))}) == 11
 
 
 def test_without_shuffling_rows_come_in_their_order() -> None:
