@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run failed, 2 the user's mistake, 130 Ctrl-C, 143 SIGT
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -67,6 +68,10 @@ def _terminate(signum: int, _frame: FrameType | None) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a sample's text must not end the run where the terminal lacks it
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:
         code = app(standalone_mode=False) or 0  # 130 after Ctrl-C

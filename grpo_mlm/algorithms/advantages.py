@@ -53,6 +53,12 @@ def dr_grpo(
     return _advantages(groups, groups.centred)
 
 
+def equal_rewards(rewards: np.ndarray, group_id: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Samples of groups in which no two valid rewards differ, bool `[N]`."""
+    groups = _groups(rewards, group_id, valid)
+    return groups.equal[groups.of]
+
+
 ADVANTAGES: dict[str, AdvantageEstimator] = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 

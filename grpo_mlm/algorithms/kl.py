@@ -67,7 +67,7 @@ def kl_in_reward(
     kind: str,
     coef: float,
 ) -> tuple[np.ndarray, float]:
-    """`r_i - coef * sum_t KL_t` for every sample, float64 `[N]`, and the mean KL of a token.
+    """`r_i - coef * sum_t KL_t` for every sample, float64 `[N]`, and the mean KL of a token of valid samples.
 
     InstructGPT (arXiv 2203.02155), equation 2. `logprobs`, `ref_logprobs` `[R]` flat in sample order,
     `response_lens` `[N]`. NaN rewards (invalid samples) stay NaN.
@@ -79,4 +79,5 @@ def kl_in_reward(
     ).numpy()
     sample = np.repeat(np.arange(len(rewards)), response_lens)
     kl = np.bincount(sample, weights=per_token, minlength=len(rewards))
-    return rewards - coef * kl, float(per_token.mean()) if len(per_token) else 0.0
+    counted = per_token[np.isfinite(rewards)[sample]]
+    return rewards - coef * kl, float(counted.mean()) if len(counted) else 0.0

@@ -90,6 +90,20 @@ def check_names(folder: Path, spec: ModelSpec) -> dict[str, Path]:
     return files
 
 
+def check_headers(folder: Path, spec: ModelSpec) -> None:
+    """`check_names`, and every file's header: readable, whole, shapes as config.json has them, dtypes that train."""
+    files = check_names(folder, spec)
+    names: dict[Path, list[str]] = defaultdict(list)
+    for name, path in files.items():
+        names[path].append(name)
+    shapes = canonical_tensors(spec)
+    for path, inside in names.items():
+        with _open(path) as file:
+            for name in inside:
+                if name in shapes:
+                    _stored(file, path, name, shapes[name])
+
+
 @torch.no_grad()
 def load_layout(folder: Path, layout: Layout, params: dict[str, torch.Tensor]) -> None:
     """Fill one rank's tensors in place from a Hugging Face folder; padding becomes zero.
@@ -117,18 +131,22 @@ def _fill(
     shapes: dict[str, tuple[int, ...]],
     params: dict[str, torch.Tensor],
 ) -> None:
-    present = set(file.keys())
     for piece in pieces:
-        name = piece.tensor
-        if name not in present:
-            raise UserError(f"{path}: has no tensor {name}, though the index says so")
-        stored = file.get_slice(name)
-        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        if shape != shapes[name]:
-            raise UserError(f"{path}: {name} has shape {shape}, config.json means {shapes[name]}")
-        if dtype not in _DTYPES:
-            raise UserError(f"{path}: {name} is stored as {dtype}; only {', '.join(_DTYPES)} can be trained")
+        stored = _stored(file, path, piece.tensor, shapes[piece.tensor])
         params[piece.local][slices(piece.local_box)].copy_(stored[slices(piece.box)])
+
+
+def _stored(file: Any, path: Path, name: str, wanted: tuple[int, ...]) -> Any:
+    """A tensor of an open file, not read yet. UserError: not there, of another shape, quantised."""
+    if name not in file.keys():  # noqa: SIM118 - the file is no mapping
+        raise UserError(f"{path}: has no tensor {name}, though the index says so")
+    stored = file.get_slice(name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if shape != wanted:
+        raise UserError(f"{path}: {name} has shape {shape}, config.json means {wanted}")
+    if dtype not in _DTYPES:
+        raise UserError(f"{path}: {name} is stored as {dtype}; only {', '.join(_DTYPES)} can be trained")
+    return stored
 
 
 def _check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:

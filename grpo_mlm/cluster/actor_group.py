@@ -43,7 +43,8 @@ class ActorGroup:
 
         Returns the metrics over the whole step, and the log-probs of the training forward `[R]` (NaN elsewhere).
         The denominators of the loss are those of this step, over every rank and micro-batch. Samples that can
-        have no gradient (advantage 0, and no KL or entropy term) count in them, but are not computed.
+        have no gradient (advantage 0, and no KL or entropy term) count in them, but are not computed: metrics that are
+        means over tokens are over the others.
         """
         chosen = np.zeros(len(batch), dtype=bool)
         chosen[mini] = True

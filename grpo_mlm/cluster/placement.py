@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from grpo_mlm.config.schema import ClusterConfig
 from grpo_mlm.errors import RunFailure, UserError
 
 OBJECT_STORE_BYTES = 1 << 30  # of a CPU run: batches are small, weights never pass through it
+CONNECT_S = 10.0  # longest wait for a sign of life from `cluster.address`
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[No
         )
     else:
         try:
+            _knock(config.address)
             ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise UserError(f"cluster.address: no Ray cluster at {config.address!r}: {error}") from error
     # Ray's own handler would end the driver without unwinding.
     signal.signal(signal.SIGTERM, on_terminate)
@@ -61,6 +64,13 @@ def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[No
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """OSError where nothing listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 @contextmanager

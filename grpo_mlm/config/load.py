@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     Groups of keys merge key by key; anything else, lists too, is replaced. The value of an override is YAML.
     UserError lists every problem: with full path, value, what was expected, and the nearest valid name.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     tree: Any = _read(path, ())
     problems = []
     for text in overrides:
@@ -46,7 +47,10 @@ def dump_config(config: Config) -> str:
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     """The file's keys over those of its `base`, which is named relative to the file and may have one itself."""
-    here = path.resolve()
+    try:
+        here = path.resolve()
+    except (RuntimeError, ValueError) as error:  # links in a circle; a NUL in the name
+        raise UserError(f"{str(path)!r}: not a path to a config file: {error}") from error
     chain = (*readers, here)
     if here in readers:
         raise UserError("base: files include each other: " + " -> ".join(map(str, chain)))
@@ -66,7 +70,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise UserError(f"{path}: base: {base!r}, expected the name of one file")
-    return _merge(_read(path.parent / Path(base).expanduser(), chain), tree)
+    return _merge(_read(path.parent / os.path.expanduser(base), chain), tree)
 
 
 def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def _one_as_list(value: Any) -> Any:
 
 
 def _as_path(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) else value
+    return Path(os.path.expanduser(value)) if isinstance(value, str) else value
 
 
 HomePath = Annotated[Path, BeforeValidator(_as_path)]
@@ -268,7 +268,7 @@ class RewardConfig(Section):
     """Rewards; a sample's reward is their weighted sum."""
     num_workers: int = Field(2, ge=1)
     """Processes that grade math and reasoning-gym answers."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=86400)
     """Longest time for one reward of one sample; past it the sample is invalid."""
     max_invalid_fraction: float = Field(0.5, gt=0, le=1)
     """Fraction of a step's samples that may be invalid before the run stops."""

@@ -65,6 +65,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}{where}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise UserError(f"{source}: not valid YAML: nested too deeply") from error
     except (ValueError, KeyError, AttributeError) as error:  # `!!int many`: a tag on a value not of its form
         raise UserError(f"{source}: not valid YAML: a tag does not fit its value ({error})") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -19,7 +20,7 @@ def read_rows(spec: str) -> list[Row]:
     """All rows of one source. UserError names the source, and the line where there is one."""
     if spec.startswith(GYM):
         return _reasoning_gym(spec)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in readers:
         raise UserError(f"{spec}: a data source is a .jsonl or .parquet file, or {GYM}TASK?size=N&key=value")
@@ -61,7 +62,7 @@ def _parquet(path: Path) -> list[Row]:
 
     try:
         return pq.ParquetFile(path).read().to_pylist()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError, LookupError) as error:  # or a value that no Python type holds
         raise UserError(f"{path}: not a readable Parquet file: {error}") from error
 
 

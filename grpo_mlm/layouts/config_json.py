@@ -28,7 +28,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a model folder: it has no config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} must be a JSON object, not {type(config).__name__}")
@@ -75,7 +75,10 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "use_sliding_window", (False,))
     refuse(config, "partial_rotary_factor", (1.0,))
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(f"config.json: layer_types is {kinds!r}, expected a list of names")
+    other = sorted(set(kinds) - {"full_attention"})
     if other:
         raise UserError(f"config.json: layer_types has {other}, only 'full_attention' is supported")
     if config.get("quantization_config"):

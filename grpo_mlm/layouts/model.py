@@ -20,7 +20,7 @@ def read_model_spec(folder: Path | str) -> ModelSpec:
     """
     config = read_config_json(Path(folder))
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"{folder}/config.json: model_type {family!r} is not supported; known: {known}")
     try:

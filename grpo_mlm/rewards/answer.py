@@ -13,7 +13,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{|[^\s{\\])")
 _CONNECTIVE = re.compile(
     r"(?:[\s,;.:/$*]|\\[()\[\]]|\\text\s*\{|\}|\b(?:or|and|either|maybe|perhaps|possibly|alternatively)\b)*"
 )
-_MARKER = re.compile(r"(?:####|\banswer(?:\s+is)?\s*:?)\s*(?P<answer>\S.*)", re.IGNORECASE)
+# Possessive, so that a long run of blanks is read once; the greedy start finds the last marker of a line.
+_MARKER = re.compile(r".*(?:####|\banswer(?:\s++is\b\s*+:?+|\s*+:))\s*+(?P<answer>\S.*)", re.IGNORECASE)
 
 
 def final_text(response: str) -> str:
@@ -54,9 +55,9 @@ def marked_answer(response: str) -> str | None:
         return boxed
     lines = final_text(response).strip().splitlines()
     for line in reversed(lines):
-        marked = list(_MARKER.finditer(line))
+        marked = _MARKER.match(line)
         if marked:
-            return marked[-1]["answer"].strip()
+            return marked["answer"].strip()
     return lines[-1].strip() if lines else None
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
 import sys
 import threading
 import time
@@ -55,9 +56,9 @@ def _load_module(name: str, where: str) -> ModuleType:
                     "for a file write path/to/file.py:function"
                 ) from None
             raise UserError(f"{where}: importing {name} failed: {error}") from error
-        except Exception as error:  # whatever the user's module does at import
+        except (Exception, SystemExit) as error:  # whatever the user's module does at import
             raise UserError(f"{where}: importing {name} failed: {type(error).__name__}: {error}") from error
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise UserError(f"{where}: there is no file {path.absolute()}")
     # A name that no import statement can mean; dataclasses look their module up by it.
@@ -68,7 +69,7 @@ def _load_module(name: str, where: str) -> ModuleType:
     module = sys.modules[own_name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does at import
+    except (Exception, SystemExit) as error:  # whatever the user's file does at import
         del sys.modules[own_name]
         raise UserError(f"{where}: importing {path} failed: {type(error).__name__}: {error}") from error
     return module
@@ -88,11 +89,15 @@ class FunctionReward:
         self._timeout_s = config.timeout_s
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         try:
-            inspect.signature(self._function).bind(None, **self._kwargs)
+            signature = inspect.signature(self._function)
+        except ValueError as error:  # a builtin such as dict
+            raise UserError(f"reward.functions: {self._spec} is no function of one sample: {error}") from None
+        try:
+            signature.bind(None, **self._kwargs)
         except TypeError as error:
             raise UserError(
                 f"reward.functions: {self._spec} cannot be called with (sample, kwargs {sorted(self._kwargs)}): "
-                f"{error}; it has the signature {inspect.signature(self._function)}"
+                f"{error}; it has the signature {signature}"
             ) from None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -109,12 +114,12 @@ class FunctionReward:
                         value = await self._function(sample, **self._kwargs)
                     else:
                         value = await self._in_thread(sample)
-        except Exception as error:  # whatever the user's function raises makes this sample invalid
+            return as_result(value, self._spec, time.perf_counter() - started)
+        except (Exception, SystemExit) as error:  # whatever the user's function does costs this sample only
             seconds = time.perf_counter() - started
             if limit.expired():
                 return invalid("timeout", f"{self._spec} took longer than {self._timeout_s:g} s", seconds)
             return invalid("raised", f"{self._spec}: {type(error).__name__}: {error}", seconds)
-        return as_result(value, self._spec, time.perf_counter() - started)
 
     def close(self) -> None:
         pass
@@ -143,8 +148,9 @@ class FunctionReward:
             value, error = None, None
             try:
                 value = self._function(sample, **self._kwargs)
-            except BaseException as raised:  # a SystemExit in user code must not leave the future waiting
-                error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+            except BaseException as raised:  # a future takes neither SystemExit nor StopIteration
+                plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                error = raised if plain else RuntimeError(repr(raised))
             if not loop.is_closed():
                 loop.call_soon_threadsafe(finish, value, error)
 
@@ -159,7 +165,7 @@ def as_result(value: Any, spec: str, seconds: float) -> RewardResult:
     if isinstance(value, RewardResult):
         if value.invalid:
             return RewardResult(
-                math.nan, value.parts, True, value.reason or f"invalid: {spec} said so", seconds
+                math.nan, dict(value.parts), True, value.reason or f"invalid: {spec} said so", seconds
             )
         result, parts, reason = value.value, value.parts, value.reason
     elif isinstance(value, dict) and "score" in value:

@@ -56,7 +56,10 @@ def symbolic(text: str, local_dict: dict[str, Any] | None = None, **_options: An
     return evaluate(text, _sympy_number, lambda name: known.get(name) or sympy.Symbol(name), FUNCTIONS)
 
 
-def _sympy_number(value: int | float) -> sympy.Number:
+def _sympy_number(value: object) -> sympy.Number:
+    """Numbers alone: handed a string, sympy's functions and `diff` would execute it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} has no place in an expression")
     return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
 
 

@@ -36,14 +36,14 @@ def evaluate(
 ) -> Any:
     """Value of literals, lists, arithmetic, and, where given, names and calls of `functions`.
 
-    `constant` turns a number of the text into a value (sympy's, say). ValueError for anything else in the text;
-    arithmetic errors as they come.
+    `constant` turns a literal of the text (number, string, bool, None) into a value, sympy's, say; it raises
+    ValueError for those that have none. ValueError for anything else in the text; arithmetic errors as they come.
     """
 
     def value(node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=bool() | None | str() | int() | float() as v):
-                return v if isinstance(v, bool | str) or v is None else constant(v)
+                return constant(v)
             case ast.BinOp():
                 return BINARY[type(node.op)](value(node.left), value(node.right))
             case ast.UnaryOp() if type(node.op) in UNARY:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mlm.config.schema import Config
+from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.known_tokens import known_tokens
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.rollout.request import Sampling
@@ -111,6 +112,9 @@ def end_tokens(model_folder: Path) -> list[int]:
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = model_folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        try:
+            ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path} is not a JSON object: {error}") from error
         ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(ends)

@@ -54,6 +54,16 @@ class RunConsole:
             task = bar.add_task("generating", total=total)
             yield lambda: bar.advance(task)
 
+    def invalid(self, batch: RolloutBatch) -> None:
+        """One line when samples are left out of the step: how many, and the first one's reason and prompt."""
+        out = np.flatnonzero(~batch.valid)
+        if len(out):
+            first = int(out[0])
+            self.say(
+                f"warning: {len(out)} of {len(batch)} samples are invalid and left out; the first: "
+                f"{_shorten(batch.reason[first])} (prompt {_shorten(batch.prompt_text[first])!r})"
+            )
+
     def samples(self, batch: RolloutBatch, count: int) -> None:
         """The first completions of the batch, one a prompt where there are enough prompts."""
         if count == 0 or len(batch) == 0:

@@ -12,7 +12,8 @@ from grpo_mlm.data.batch import RolloutBatch
 def write_samples(batch: RolloutBatch, path: Path) -> None:
     """One line a sample: prompt, response, answer, reward with its parts, lengths, finish reason, version."""
     offsets = batch.cu_responses
-    with path.open("w", encoding="utf-8") as file:
+    # Half a surrogate pair, which JSON rows can hold, is written as its escape.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for i in range(len(batch)):
             advantage = (
                 batch.advantages[offsets[i]]

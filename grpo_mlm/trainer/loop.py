@@ -30,7 +30,7 @@ def train(run: Run) -> None:
         clock = Clock()
         batch = run.rollout_batch(step, clock)
         with clock("old_log_prob"):
-            if run.needs_old_logprobs:
+            if run.needs_old_logprobs(batch):
                 batch.old_logprobs, _ = run.actor.logprobs(batch, "actor")
         with clock("ref"):
             if run.needs_reference:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mlm.bridge.hf_files import check_names, hub_folder
+from grpo_mlm.bridge.hf_files import check_headers, hub_folder
 from grpo_mlm.config.check import check_model
 from grpo_mlm.config.schema import Config, ModelConfig
 from grpo_mlm.config.world import World, resolve_world
@@ -37,7 +37,7 @@ def prepare(config: Config) -> Prepared:
     folder = model_folder(config.model)
     spec = read_model_spec(folder)
     check_model(config, spec)
-    check_names(folder, spec)
+    check_headers(folder, spec)
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     train = load_prompts(config.data.train_files, config.data, tokenizer)
     if len(train.prompts) < config.data.train_batch_size and config.trainer.debug.load_rollouts is None:
@@ -79,7 +79,15 @@ def resolve_device(config: Config) -> tuple[str, int | None]:
 
 def model_folder(config: ModelConfig) -> Path:
     """A local folder, one that `model.maker` makes now, or a hub id's local copy."""
-    folder = Path(config.path).expanduser()
+    folder = Path(config.path)
     if config.maker and not folder.exists():
-        load_function(config.maker, "model.maker")(folder)
+        make = load_function(config.maker, "model.maker")
+        try:
+            make(folder)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's function does
+            raise UserError(
+                f"model.maker: {config.maker}({str(folder)!r}) failed: {type(error).__name__}: {error}"
+            ) from error
     return hub_folder(config.path)

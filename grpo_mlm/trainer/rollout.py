@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from grpo_mlm.cluster.engine_group import EngineGroup
-from grpo_mlm.data.assemble import Finished
+from grpo_mlm.trainer.assemble import Finished
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.rewards.scorer import Scorer

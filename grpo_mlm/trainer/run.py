@@ -13,7 +13,7 @@ from grpo_mlm.cluster.placement import ray_cluster, reserve
 from grpo_mlm.cluster.start import start_actor, start_engines
 from grpo_mlm.cluster.weight_sync import WeightSync
 from grpo_mlm.config.schema import Config
-from grpo_mlm.data.assemble import assemble
+from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.data.sampler import PromptSampler
@@ -52,13 +52,15 @@ class Run:
     def needs_reference(self) -> bool:
         return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Not when one optimizer step uses the whole batch: its own forward, detached, is the old policy."""
+    def needs_old_logprobs(self, batch: RolloutBatch) -> bool:
+        """Not when one optimizer step uses the whole batch: its own forward, detached, is the old policy.
+
+        Asked of the batch, for one that was saved may have more prompts than `data.train_batch_size`.
+        """
         cfg = self.config
         return (
             cfg.actor.ppo_epochs > 1
-            or cfg.mini_batch_size < cfg.data.train_batch_size
+            or cfg.mini_batch_size < len(set(batch.group_id.tolist()))
             or cfg.algorithm.use_kl_in_reward
         )
 
@@ -101,6 +103,7 @@ class Run:
         longest, allowed = int(batch.response_lens.max()), self.config.data.max_response_length
         if longest > allowed:
             raise RunFailure(f"an engine returned {longest} tokens, data.max_response_length is {allowed}")
+        self.console.invalid(batch)
         fraction, limit = 1 - batch.valid.mean(), self.config.reward.max_invalid_fraction
         if fraction > limit:
             reasons = sorted({reason for reason, ok in zip(batch.reason, batch.valid, strict=True) if not ok})

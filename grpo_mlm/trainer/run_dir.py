@@ -31,7 +31,7 @@ PACKAGES = (
 def create_run_dir(config: Config) -> Path:
     """Make the directory and write `config.yaml` and `environment.json`; a directory with a run in it is refused."""
     folder = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = folder.expanduser().absolute()
+    folder = folder.absolute()
     if (folder / "config.yaml").exists():
         raise UserError(f"run.dir: {folder} already holds a run; choose another run.dir, or remove it")
     try:

@@ -86,13 +86,15 @@ def test_small_differences_keep_their_digits_in_fp32() -> None:
 
 
 def test_kl_in_reward_takes_each_samples_own_tokens() -> None:
-    """KL-03. Samples of 2, 0 and 1 tokens; k1 sums .1 + .3, nothing, and 5; NaN stays NaN."""
+    """KL-03. Samples of 2, 0 and 1 tokens; k1 sums .1 + .3, nothing, and 5; NaN stays NaN and out of the mean."""
     logp = np.array([-1.0, -1.0, -2.0], dtype=np.float32)
     ref = np.array([-1.1, -1.3, -7.0], dtype=np.float32)
     rewards = np.array([1.0, 0.5, np.nan])
     out, mean = kl_in_reward(rewards, logp, ref, np.array([2, 0, 1]), "k1", 0.5)
     np.testing.assert_allclose(out, [0.8, 0.5, np.nan], rtol=1e-6)
-    assert mean == pytest.approx(5.4 / 3, rel=1e-6)
+    assert mean == pytest.approx(0.2, rel=1e-6)
+    ref[2] = np.nan
+    assert kl_in_reward(rewards, logp, ref, np.array([2, 0, 1]), "k1", 0.5)[1] == mean
     assert np.array_equal(rewards, [1.0, 0.5, np.nan], equal_nan=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from grpo_mlm.bridge.hf_files import hub_folder, load_layout, tensor_files
+from grpo_mlm.bridge.hf_files import check_headers, hub_folder, load_layout, tensor_files
 from grpo_mlm.errors import RunFailure, UserError
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
@@ -169,3 +169,13 @@ def test_model_paths_that_lead_nowhere_are_the_users_error(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no-one/no-model.*the hub did not give it"):
         hub_folder("no-one/no-model")
+
+
+def test_a_shard_that_is_cut_short_is_named_before_the_run(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3", "50KB")
+    spec = read_model_spec(tmp_path)
+    check_headers(tmp_path, spec)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(UserError, match=shard.name):
+        check_headers(tmp_path, spec)

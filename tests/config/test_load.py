@@ -325,6 +325,7 @@ def test_all_bad_overrides_are_in_one_error(refusal: Refusal) -> None:
         ("a: &x {b: *x}", "aliases (*name) are not supported"),
         ("- a\n- b\n", "expected groups of keys, found a list"),
         ("a: \x00", "not valid YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
         ("rollout: {n: !!int many}", "not valid YAML"),
         ("rollout: {n: !!bool many}", "not valid YAML"),
         ("rollout: {n: !!timestamp many}", "not valid YAML"),
@@ -342,6 +343,14 @@ def test_a_missing_file_a_folder_and_binary_are_errors(tmp_path: Path) -> None:
     assert "Is a directory" in error_of(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8 text" in error_of(tmp_path / "b.yaml")
+    (tmp_path / "c.yaml").symlink_to(tmp_path / "c.yaml")
+    assert "c.yaml" in error_of(tmp_path / "c.yaml")
+    assert "base of" in error_of(write(tmp_path / "d.yaml", "base: ~nosuchuser/x.yaml"))
+    assert "not a path" in error_of(write(tmp_path / "e.yaml", 'base: "a\\0b"'))
+
+
+def test_a_home_that_nobody_has_stays_as_written(load: Load) -> None:
+    assert load("run.dir=~nosuchuser/x").run.dir == Path("~nosuchuser/x")
 
 
 def test_keys_must_be_strings(tmp_path: Path) -> None:

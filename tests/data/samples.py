@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_mlm.data.assemble import Finished, assemble
+from grpo_mlm.trainer.assemble import Finished, assemble
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.rewards.types import RewardResult

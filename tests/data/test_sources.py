@@ -95,6 +95,17 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         assert f"{path}: not a readable Parquet file" in refusal(path)
 
 
+def test_parquet_values_without_a_python_type_are_the_users_error(tmp_path: Path) -> None:
+    columns = {
+        "t": pa.array([2**62], pa.timestamp("ns")),
+        "z": pa.array([1], pa.timestamp("us", tz="No/Where")),
+    }
+    for name, column in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({name: column}), path)
+        assert f"{path}: not a readable Parquet file" in refusal(path)
+
+
 # Files of either kind
 
 

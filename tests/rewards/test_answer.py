@@ -43,6 +43,10 @@ def test_without_a_box_the_whole_final_text_is_the_answer_text() -> None:
         ("Adding up.\nThe answer is 42.\n", "42."),
         ("6 * 7\n#### 42", "42"),
         ("first\n42", "42"),
+        ("Answer:\n42", "42"),
+        ("The answer is 41. No, the answer is: 42", "42"),
+        ("answer is 6 * 7 #### 42", "42"),
+        ("I cannot answer 42\nSorry", "Sorry"),
         (r"the answer is 3, no: \boxed{4}", "4"),
         ("", None),
     ],
@@ -56,3 +60,4 @@ def test_hostile_nesting_is_read_in_a_moment() -> None:
     assert boxed_answer(r"\boxed{" * depth) is None
     assert boxed_answer(r"\boxed{" * depth + "5" + "}" * depth) != "5"
     assert boxed_answer("or " * depth + r"\boxed{5}") == "5"
+    assert marked_answer("the answer" + " " * depth + "\nis answer is" * depth + "\n2") == "2"

@@ -182,3 +182,32 @@ def test_a_file_that_does_not_import_is_the_users_error(tmp_path: Path, source: 
 def test_a_function_that_cannot_take_the_kwargs_is_an_error_at_start() -> None:
     with pytest.raises(UserError, match=r"cannot be called with .*scales.*signature"):
         make_scorer({"name": f"{HERE}:length", "kwargs": {"scales": 2.0}})
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["return 10**400", "raise StopIteration", "return RewardResult(1.0, parts=None)", "return Unshowable()"],
+)
+def test_odd_results_make_the_sample_invalid_at_once(tmp_path: Path, body: str) -> None:
+    source = f"""
+from grpo_mlm.rewards.types import RewardResult
+class Unshowable:
+    def __repr__(self): raise ValueError
+def f(sample):
+    {body}
+"""
+    (tmp_path / "odd.py").write_text(source)
+    result = score_all(make_scorer(f"{tmp_path}/odd.py:f"), [make_sample("abc")])[0]
+    assert result.invalid
+    assert result.reason.startswith("raised")
+
+
+def test_a_file_that_exits_when_imported_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match="SystemExit"):
+        load_function(f"{tmp_path}/script.py:f", "reward.functions")
+
+
+def test_a_builtin_without_a_signature_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="no function of one sample"):
+        make_scorer("builtins:dict")

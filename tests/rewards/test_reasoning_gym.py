@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +82,30 @@ def test_the_payload_would_have_been_executed(entries: dict[str, dict[str, Any]]
     payload = f"__import__('pathlib').Path('{mark}').write_text('x')"
     reasoning_gym.get_score_answer_fn("countdown")(payload, entries["countdown"])
     assert mark.exists()
+
+
+def test_no_disguise_of_a_string_is_executed(entries: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """SEC-01: sympy's functions and `diff` execute strings that they are given. Outside the worker, whose lock-down
+    would hide the write, and in a process of its own, for `gym_verify` changes the library.
+    """
+    mark = tmp_path / "mark"
+    literal = repr(f"__import__('pathlib').Path('{mark}').write_text('x')")
+    forms = ("sin({})", "sqrt({})", "log(2, {})", "Abs([{}])", "exp(({},))", "{}", "[{}]", "2 * {}", "C + {}")
+    tasks = [
+        {"task": task, "entry": repr(entries[task]), "answer": form.format(literal)}
+        for task in EXECUTING
+        for form in forms
+    ]
+    code = (
+        "import json, sys\n"
+        "from grpo_mlm.rewards.gym_verify import handle\n"
+        "print(max(handle(task) for task in json.load(sys.stdin)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(tasks), capture_output=True, text=True, check=True
+    )
+    assert not mark.exists()
+    assert float(run.stdout) < 0.1
 
 
 def test_verifiers_that_read_expressions_still_do(scorer: Scorer, entries: dict[str, dict[str, Any]]) -> None:

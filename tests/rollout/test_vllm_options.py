@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from grpo_mlm.config.schema import RolloutConfig
-from grpo_mlm.errors import RunFailure
+from grpo_mlm.errors import RunFailure, UserError
 from grpo_mlm.rollout.request import Request, Sampling
 from grpo_mlm.rollout.vllm_options import end_tokens, engine_arguments, sampling_params
 from tests.rollout.host import EngineHost
@@ -95,6 +95,9 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert end_tokens(tmp_path) == [2]
     rewrite_json(tmp_path / "generation_config.json", eos_token_id=[7, 2])
     assert end_tokens(tmp_path) == [2, 7]
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        end_tokens(tmp_path)
 
 
 EXTRA_END = 9  # named by generation_config.json alone

@@ -75,3 +75,10 @@ def test_phases_add_up_and_moved_time_changes_phase_only() -> None:
     metrics = clock.metrics()
     assert metrics["timing_s/reward"] == 0.001
     assert metrics["timing_s/gen"] + 0.001 <= metrics["timing_s/step"]
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+    batch = make_batch([1.0], [3], ["stop"])
+    batch.answer = ["\ud800"] * len(batch)
+    write_samples(batch, tmp_path / "samples.jsonl")
+    assert json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])["answer"] == "\ud800"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_mlm.data.assemble import assemble
+from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.data.microbatch import pack_samples
 from grpo_mlm.rewards.types import RewardResult
 from grpo_mlm.telemetry.batch_metrics import batch_metrics
