@@ -9,6 +9,7 @@ from __future__ import annotations
 from grpo_mlm.cluster.actor_group import ActorGroup
 from grpo_mlm.cluster.engine_group import EngineGroup
 from grpo_mlm.cluster.process import wait
+from grpo_mlm.errors import RunFailure
 
 
 class WeightSync:
@@ -24,7 +25,8 @@ class WeightSync:
         for i, process in enumerate(engines.processes):
             refs.append(process.submit("join", host, port, trainers + i * engine_tp, world))
         digests = set(wait(processes, refs, "join_bridge", timeout_s))
-        assert len(digests) == 1, f"trainer and engines planned different transfers: {digests}"
+        if len(digests) != 1:
+            raise RunFailure(f"trainer and engines planned different transfers: {sorted(digests)}")
 
     def sync(self, version: int) -> dict[str, float]:
         """Every engine rank gets its slices; returns `sync/*` metrics. Raises on the first failure."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from grpo_mlm.cluster.engine_group import EngineGroup
-from grpo_mlm.trainer.assemble import Finished
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.rewards.scorer import Scorer
 from grpo_mlm.rewards.types import RewardResult, RewardSample
 from grpo_mlm.rollout.request import Completion, Request, Sampling, request_seed
+from grpo_mlm.trainer.assemble import Finished
 
 
 def make_requests(prompts: dict[int, Prompt], n: int, run_seed: int, step: int) -> list[Request]:

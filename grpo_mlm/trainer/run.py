@@ -13,7 +13,6 @@ from grpo_mlm.cluster.placement import ray_cluster, reserve
 from grpo_mlm.cluster.start import start_actor, start_engines
 from grpo_mlm.cluster.weight_sync import WeightSync
 from grpo_mlm.config.schema import Config
-from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.data.sampler import PromptSampler
@@ -24,6 +23,7 @@ from grpo_mlm.telemetry.clock import Clock
 from grpo_mlm.telemetry.console import RunConsole
 from grpo_mlm.telemetry.samples import write_samples
 from grpo_mlm.telemetry.trackers import JsonlTracker, TensorBoardTracker
+from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.trainer.prepare import Prepared
 from grpo_mlm.trainer.rollout import make_requests, rollout
 from grpo_mlm.trainer.run_dir import create_run_dir
@@ -92,9 +92,9 @@ class Run:
                     cfg.cluster.call_timeout_s,
                 )
             batch = assemble(finished)
+            if cfg.trainer.debug.save_rollouts is not None:
+                batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
         clock.move("gen", "reward", scoring_seconds)
-        if cfg.trainer.debug.save_rollouts is not None:
-            batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
         self._check(batch)
         return batch
 

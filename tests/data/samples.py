@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_mlm.trainer.assemble import Finished, assemble
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.rewards.types import RewardResult
 from grpo_mlm.rollout.request import Completion
+from grpo_mlm.trainer.assemble import Finished, assemble
 
 
 def finished(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.errors import UserError
 from grpo_mlm.rewards.types import RewardResult
+from grpo_mlm.trainer.assemble import assemble
 from tests.data.samples import batch_of, finished
 
 

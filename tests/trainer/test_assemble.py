@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.data.microbatch import pack_samples
 from grpo_mlm.rewards.types import RewardResult
 from grpo_mlm.telemetry.batch_metrics import batch_metrics
+from grpo_mlm.trainer.assemble import assemble
 from tests.data.samples import batch_of, finished
 from tests.data.tokens import merged_bytes
 
