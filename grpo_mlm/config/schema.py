@@ -129,7 +129,8 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide `grpo` advantages by the group's standard deviation."""
     use_kl_in_reward: bool = False
-    """Subtract the KL to the reference from the reward; needs `algorithm.kl_ctrl.kl_coef`."""
+    """Subtract the KL to the reference from the reward, but not in groups whose rewards are all equal; needs
+    `algorithm.kl_ctrl.kl_coef`."""
     kl_penalty: KLType = "k1"
     """Estimator of the KL inside the reward."""
     kl_ctrl: KLControlConfig = KLControlConfig()
