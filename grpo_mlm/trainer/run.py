@@ -79,7 +79,11 @@ class Run:
             prompts = {group: self.train_prompts[row] for group, row in self.sampler.next()}
             requests = make_requests(prompts, cfg.rollout.n, cfg.run.seed, step)
             sampling = Sampling(
-                cfg.rollout.temperature, cfg.data.max_response_length, stop=tuple(cfg.rollout.stop)
+                cfg.rollout.temperature,
+                cfg.data.max_response_length,
+                cfg.rollout.top_p,
+                cfg.rollout.top_k,
+                tuple(cfg.rollout.stop),
             )
             with self.console.generating(len(requests)) as advance:
                 finished, scoring_seconds = rollout(
