@@ -31,7 +31,7 @@ def root() -> None:
 
 @app.command()
 def train(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, see yaml_configs/")],
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="dotted.key=value, any key of the config")
     ] = None,
@@ -39,18 +39,27 @@ def train(
         bool, typer.Option("--dry-run", help="check config, model and data, print the layout, stop")
     ] = False,
 ) -> None:
-    """Train a policy with GRPO."""
+    """Train a policy with GRPO.
+
+    Every key is documented in grpo_mlm/config/schema.py; examples are in yaml_configs/.
+    """
     config = load_config(config_file, overrides or [])
     # Heavy imports wait until the config is known to be right.
     from grpo_mlm.trainer.prepare import prepare
 
     prepared = prepare(config)
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True, markup=False)
     if dry_run:
+        dropped = ", ".join(f"{rows} {reason}" for reason, rows in prepared.dropped.items())
         out.print(f"model    {prepared.model_folder}")
         out.print(f"layout   {prepared.world.describe()} on {prepared.device}")
         out.print(f"prompts  {len(prepared.train_prompts)} train, {len(prepared.val_prompts)} validation")
-        out.print(f"dropped  {prepared.dropped or 'none'}")
+        out.print(f"dropped  {dropped or 'none'}")
+        out.print(f"rewards  {', '.join(f'{f.weight:g} x {f.name}' for f in config.reward.functions)}")
+        out.print(
+            f"steps    {prepared.total_steps}, each of {config.data.train_batch_size} prompts x "
+            f"{config.rollout.n} samples, {config.mini_batch_size} prompts an optimizer step"
+        )
         return
     from grpo_mlm.trainer.loop import train as train_loop
     from grpo_mlm.trainer.run import open_run
@@ -68,9 +77,8 @@ def _terminate(signum: int, _frame: FrameType | None) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a sample's text must not end the run where the terminal lacks it
+    # A sample's text must not end the run where the terminal lacks a character of it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:

@@ -94,6 +94,7 @@ def _write(
     for file, names in files.items():
         tensors = {name: _receive(target.shapes[name], by_tensor[name], params, group) for name in names}
         save_file(tensors, aside / file, metadata={"format": "pt"})
+        (aside / file).chmod(aside.stat().st_mode & 0o666)  # safetensors lets the owner alone read
     if len(files) > 1:
         total = itemsize * sum(torch.Size(shape).numel() for shape in target.shapes.values())
         weight_map = {name: file for file, names in files.items() for name in names}

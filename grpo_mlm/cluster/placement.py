@@ -38,7 +38,8 @@ class Slot:
 def ray_cluster(config: ClusterConfig, device: str, devices: int) -> Iterator[None]:
     """Ray for the length of a run: a private one, or the cluster at `cluster.address`."""
     # A private cluster must be private: an address left over in the environment is not ours.
-    os.environ.pop("RAY_ADDRESS", None) if config.address is None else None
+    if config.address is None:
+        os.environ.pop("RAY_ADDRESS", None)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     on_terminate = signal.getsignal(signal.SIGTERM)
     if config.address is None:

@@ -31,11 +31,15 @@ class World:
 
     def describe(self) -> str:
         """One line for people."""
-        return (
-            f"actor TP{self.tp} x PP{self.pp} x DP{self.dp} ({self.actor_world} ranks), "
-            f"rollout {self.num_engines} x TP{self.rollout_tp} ({self.rollout_world} ranks), "
-            f"{self.devices} devices"
-        )
+        actor = f"actor TP{self.tp} x PP{self.pp} x DP{self.dp} ({_count(self.actor_world, 'rank')})"
+        rollout = f"rollout {self.num_engines} x TP{self.rollout_tp} ({_count(self.rollout_world, 'rank')})"
+        if not self.num_engines:
+            rollout = "no rollout engine"
+        return f"{actor}, {rollout}, {_count(self.devices, 'device')}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def resolve_world(config: Config, devices_per_node: int | None) -> World:

@@ -26,7 +26,7 @@ class Prompt:
     answer: Any  # None where the row has no answer column
     row: Row  # the whole row, untouched
     data_source: str
-    row_index: int  # in its source, from 0
+    row_index: int  # in its source, from 0; messages count from 1
 
 
 @dataclass(frozen=True)

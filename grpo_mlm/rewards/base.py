@@ -53,6 +53,7 @@ def require_answers(prompts: Sequence[Prompt], reward: str) -> None:
         if isinstance(prompt.answer, bool | str | int | float) and str(prompt.answer).strip():
             continue
         raise UserError(
-            f"the reward {reward} needs a gold answer (data.answer_key), a text or a number: row {prompt.row_index} of "
-            f"{prompt.data_source} has {prompt.answer!r}; its columns are {sorted(prompt.row)}"
+            f"the reward {reward} needs a gold answer (data.answer_key), a text or a number: "
+            f"row {prompt.row_index + 1} of {prompt.data_source} has {prompt.answer!r}; "
+            f"its columns are {sorted(prompt.row)}"
         )

@@ -51,7 +51,7 @@ class MathReward:
         if not bad:
             return
         first = "; ".join(
-            f"row {p.row_index} of {p.data_source}: {str(p.answer)[:80]!r} ({problems[str(p.answer)]})"
+            f"row {p.row_index + 1} of {p.data_source}: {str(p.answer)[:80]!r} ({problems[str(p.answer)]})"
             for p in bad[:3]
         )
         report = f"math: {len(bad)} of {len(prompts)} gold answers cannot be read as mathematics: {first}"

@@ -40,7 +40,7 @@ class ReasoningGymReward:
             if not isinstance(prompt.row.get("metadata"), dict) or task not in DATASETS:
                 raise UserError(
                     "the reward reasoning_gym scores rows of reasoning_gym:TASK sources only: "
-                    f"row {prompt.row_index} of {prompt.data_source} has the columns {sorted(prompt.row)} "
+                    f"row {prompt.row_index + 1} of {prompt.data_source} has the columns {sorted(prompt.row)} "
                     f"and the task {task!r}"
                 )
 

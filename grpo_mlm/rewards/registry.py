@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from grpo_mlm.config.schema import RewardConfig, RewardFunctionConfig
+from grpo_mlm.config.suggest import did_you_mean
 from grpo_mlm.errors import UserError
 from grpo_mlm.rewards.base import Reward
 from grpo_mlm.rewards.custom import FunctionReward
@@ -26,11 +26,10 @@ def make_reward(function: RewardFunctionConfig, config: RewardConfig) -> Reward:
         return REWARDS[function.name](function, config)
     if ":" in function.name:
         return FunctionReward(function, config)
-    near = difflib.get_close_matches(function.name, REWARDS, n=1)
+    near = did_you_mean(function.name, REWARDS) or "."
     raise UserError(
-        f"reward.functions: there is no reward {function.name!r}"
-        + (f", did you mean {near[0]!r}?" if near else "")
-        + f" Known are {', '.join(REWARDS)}, or your own as module:function"
+        f"reward.functions: there is no reward {function.name!r}{near} "
+        f"Known are {', '.join(REWARDS)}, or your own as module:function or path/to/file.py:function"
     )
 
 

@@ -16,7 +16,7 @@ class RewardSample:
     row: dict[str, Any]  # the whole source row, untouched
     data_source: str
     response_length: int  # tokens
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop" or "length"; a reward never sees a sample that was aborted
 
 
 @dataclass(frozen=True)

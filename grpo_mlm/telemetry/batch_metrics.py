@@ -28,11 +28,9 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics |= spread(f"reward/{name}", values[valid & np.isfinite(values)])
     sources = np.array(batch.data_source)
     for source in sorted(set(batch.data_source)):
-        metrics |= (
-            {f"reward_by_source/{source}": float(batch.reward[valid & (sources == source)].mean())}
-            if (valid & (sources == source)).any()
-            else {}
-        )
+        rewards = batch.reward[valid & (sources == source)]
+        if len(rewards):
+            metrics[f"reward_by_source/{source}"] = float(rewards.mean())
     metrics |= spread("response_length", batch.response_lens)
     metrics["response_length/clip_ratio"] = float(
         np.mean([reason == "length" for reason in batch.finish_reason])

@@ -28,6 +28,7 @@ class Prepared:
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     dropped: dict[str, int]  # reason -> rows
+    total_steps: int
 
 
 def prepare(config: Config) -> Prepared:
@@ -53,7 +54,10 @@ def prepare(config: Config) -> Prepared:
     dropped = {f"train/{k}": n for k, n in train.dropped.items()} | {
         f"val/{k}": n for k, n in val.dropped.items()
     }
-    return Prepared(folder, device, world, train.prompts, val.prompts, dropped)
+    steps = config.trainer.total_training_steps or max(
+        1, config.trainer.total_epochs * len(train.prompts) // config.data.train_batch_size
+    )
+    return Prepared(folder, device, world, train.prompts, val.prompts, dropped, steps)
 
 
 def resolve_device(config: Config) -> tuple[str, int | None]:

@@ -10,7 +10,7 @@ from grpo_mlm.cluster.engine_group import EngineGroup
 from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.rewards.scorer import Scorer
-from grpo_mlm.rewards.types import RewardResult, RewardSample
+from grpo_mlm.rewards.types import RewardSample
 from grpo_mlm.rollout.request import Completion, Request, Sampling, request_seed
 from grpo_mlm.trainer.assemble import Finished
 
@@ -66,17 +66,13 @@ async def _rollout(
 
 
 async def _score(scorer: Scorer, prompt: Prompt, completion: Completion) -> Finished:
-    if completion.finish_reason == "abort":
-        result = RewardResult(float("nan"), invalid=True, reason="aborted")
-    else:
-        sample = RewardSample(
-            prompt=prompt.text,
-            response=completion.text,
-            answer=prompt.answer,
-            row=prompt.row,
-            data_source=prompt.data_source,
-            response_length=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-        )
-        result = await scorer.score(sample)
-    return Finished(completion.group_id, prompt, completion, result)
+    sample = RewardSample(
+        prompt=prompt.text,
+        response=completion.text,
+        answer=prompt.answer,
+        row=prompt.row,
+        data_source=prompt.data_source,
+        response_length=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+    )
+    return Finished(completion.group_id, prompt, completion, await scorer.score(sample))

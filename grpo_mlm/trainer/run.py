@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -154,10 +155,12 @@ class Run:
             for name in last:
                 if name.startswith("val-core/"):
                     say(f"{name}: {first.get(name, float('nan')):.3f} -> {last[name]:.3f}")
-        say(f"curve    {self.folder / 'metrics.jsonl'}")
-        say(f"samples  {self.folder / 'samples'}")
+        say(f"metrics      {self.folder / 'metrics.jsonl'}")
+        say(f"samples      {self.folder / 'samples'}")
+        if self.config.trainer.save_freq > 0:
+            say(f"checkpoints  {self.folder / 'checkpoints'}")
         if "tensorboard" in self.config.trainer.logger:
-            say(f"tensorboard --logdir {self.folder / 'tensorboard'}")
+            say(f"curves       tensorboard --logdir {self.folder / 'tensorboard'}")
 
 
 @contextmanager
@@ -177,6 +180,7 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         scorer = build_scorer(config.reward)
         stack.callback(scorer.close)
         console.say(f"starting {world.describe()} on {device}")
+        began = time.perf_counter()
         stack.enter_context(ray_cluster(config.cluster, device, world.devices))
         slots = stack.enter_context(reserve(world.devices, device, timeout))
         replay = config.trainer.debug.load_rollouts is not None
@@ -191,20 +195,23 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         if engines:
             engines.call("ready")
         weights = WeightSync(actor, engines, world.rollout_tp, timeout) if engines else None
-        rows = len(prepared.train_prompts)
-        batch_size = config.data.train_batch_size
-        epochs_steps = max(1, config.trainer.total_epochs * rows // batch_size)
+        console.say(f"started in {time.perf_counter() - began:.0f} s")
         yield Run(
             config=config,
             folder=folder,
             train_prompts=prepared.train_prompts,
             val_prompts=prepared.val_prompts if engines else [],
-            sampler=PromptSampler(rows, batch_size, config.data.shuffle, config.run.seed),
+            sampler=PromptSampler(
+                len(prepared.train_prompts),
+                config.data.train_batch_size,
+                config.data.shuffle,
+                config.run.seed,
+            ),
             scorer=scorer,
             actor=actor,
             engines=engines,
             weights=weights,
             console=console,
             trackers=trackers,
-            total_steps=config.trainer.total_training_steps or epochs_steps,
+            total_steps=prepared.total_steps,
         )

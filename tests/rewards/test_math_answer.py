@@ -190,8 +190,8 @@ def test_unreadable_golds_are_reported_when_the_data_loads(
     with caplog.at_level(logging.WARNING):
         math_scorer.check_rows(prompts)
     assert "2 of 4 gold answers" in caplog.text
-    assert "row 1 of test: 'see figure'" in caplog.text
-    assert "row 3" in caplog.text
+    assert "row 2 of test: 'see figure'" in caplog.text
+    assert "row 4" in caplog.text
     with pytest.raises(UserError, match="1 of 1 gold answers"):
         math_scorer.check_rows(prompts[1:2])
 
@@ -201,7 +201,7 @@ def test_a_row_without_an_answer_is_an_error_with_row_and_columns(
     math_scorer: Scorer, answer: object
 ) -> None:
     """RWD-20."""
-    with pytest.raises(UserError, match=r"row 7 of test .*columns are \['answer', 'prompt'\]"):
+    with pytest.raises(UserError, match=r"row 8 of test .*columns are \['answer', 'prompt'\]"):
         math_scorer.check_rows([_prompt(7, answer)])
 
 

@@ -175,7 +175,7 @@ def test_an_endless_expression_is_invalid_in_time() -> None:
 def test_a_row_of_no_task_is_an_error_at_start(scorer: Scorer, row: dict[str, Any]) -> None:
     """RWD-20."""
     prompt = SimpleNamespace(answer="1", row=row, row_index=4, data_source="mine")
-    with pytest.raises(UserError, match="row 4 of mine"):
+    with pytest.raises(UserError, match="row 5 of mine"):
         scorer.check_rows([prompt])
 
 

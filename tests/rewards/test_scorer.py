@@ -81,7 +81,7 @@ def test_a_boxed_answer_counts_under_every_registered_reward() -> None:
     [
         (
             {"name": "exactmatch"},
-            r"no reward 'exactmatch', did you mean 'exact_match'\? Known are exact_match, math",
+            r"no reward 'exactmatch'; did you mean exact_match\? Known are exact_match, math",
         ),
         ({"name": "math", "kwargs": {"require_box": True}}, "require_box=True.*known kwargs: require_boxed"),
         ({"name": "math", "kwargs": {"require_boxed": "yes"}}, "require_boxed='yes'"),
@@ -127,5 +127,5 @@ def test_rows_without_answers_are_an_error_before_the_first_step() -> None:
     bad = SimpleNamespace(answer=None, row={"prompt": "q", "solution": "1"}, row_index=5, data_source="s")
     scorer = make_scorer("exact_match")
     scorer.check_rows([good])
-    with pytest.raises(UserError, match=r"row 5 of s .*\['prompt', 'solution'\]"):
+    with pytest.raises(UserError, match=r"row 6 of s .*\['prompt', 'solution'\]"):
         scorer.check_rows([good, bad])
