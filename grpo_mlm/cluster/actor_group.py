@@ -9,26 +9,20 @@ import numpy as np
 import ray
 
 from grpo_mlm.algorithms.aggregate import token_weights
-from grpo_mlm.cluster.process import Process, wait
+from grpo_mlm.cluster.process import Process, ProcessGroup
 from grpo_mlm.config.schema import ActorConfig
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import pack
 from grpo_mlm.telemetry.reduce import reduce_metrics
 
 
-class ActorGroup:
+class ActorGroup(ProcessGroup):
     """One Megatron process a rank; `dp` of them hold different samples, the others share those of a replica."""
 
     def __init__(self, processes: list[Process], dp: int, config: ActorConfig, timeout_s: float) -> None:
-        self.processes = processes
+        super().__init__(processes, timeout_s)
         self.dp = dp
         self.config = config
-        self.timeout_s = timeout_s
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank with the same arguments; one result a rank."""
-        refs = [process.submit(method, *args) for process in self.processes]
-        return wait(self.processes, refs, method, self.timeout_s)
 
     def logprobs(self, batch: RolloutBatch, which: str) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs and entropies of every response token under the `actor` or the `ref` weights, `[R]` each."""

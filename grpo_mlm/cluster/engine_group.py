@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-from grpo_mlm.cluster.process import Process, wait
+from grpo_mlm.cluster.process import Process, ProcessGroup
 from grpo_mlm.rollout.request import Completion, Request, Sampling
 
 
-class EngineGroup:
+class EngineGroup(ProcessGroup):
     """One process an engine. A group's samples go to one engine, so that its prompt is computed once."""
-
-    def __init__(self, processes: list[Process], timeout_s: float) -> None:
-        self.processes = processes
-        self.timeout_s = timeout_s
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call every engine with the same arguments; one result an engine."""
-        refs = [process.submit(method, *args) for process in self.processes]
-        return wait(self.processes, refs, method, self.timeout_s)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Completion]:
         """Completions of all engines in the order in which they finish."""

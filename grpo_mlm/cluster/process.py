@@ -113,6 +113,19 @@ def wait(
     return ray.get(list(refs))
 
 
+class ProcessGroup:
+    """Processes of one kind that answer the same calls."""
+
+    def __init__(self, processes: list[Process], timeout_s: float) -> None:
+        self.processes = processes
+        self.timeout_s = timeout_s
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call every process with the same arguments; one result a process."""
+        refs = [process.submit(method, *args) for process in self.processes]
+        return wait(self.processes, refs, method, self.timeout_s)
+
+
 def explain(error: Exception, process: Process, what: str) -> Exception:
     """The user's mistake as it is; anything else as a RunFailure that names process, call and cause."""
     cause = getattr(error, "cause", None) or error

@@ -42,7 +42,7 @@ def start_actor(
 def start_engines(
     config: Config, model: Path, world: World, slots: list[Slot], run_dir: Path, device: str
 ) -> Iterator[EngineGroup]:
-    """One vLLM engine for every `rollout_tp` slots. They load in the background; call `ready` before use."""
+    """One vLLM engine for every `rollout_tp` slots. They load in the background: `wait_until_ready` before use."""
     first = 0 if config.cluster.placement == "colocated" else world.actor_world
     tp = world.rollout_tp
     shares = [slots[first + i * tp : first + (i + 1) * tp] for i in range(world.num_engines)]
@@ -58,13 +58,19 @@ def start_engines(
             process.close("shutdown", SHUTDOWN_S)
 
 
+def wait_until_ready(engines: EngineGroup, timeout_s: float) -> None:
+    """Return once every engine has loaded."""
+    refs = [process.submit("ready") for process in engines.processes]
+    wait(engines.processes, refs, "start of the engines", timeout_s)
+
+
 def _environment(config: Config) -> dict[str, str]:
     """What a process's libraries read at import."""
     env = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_worker),
         # Trainer and engines take turns on the same cores: threads that spin while they wait would steal them.
         "OMP_WAIT_POLICY": "passive",
-        # Give large freed blocks back at once: left to itself glibc keeps a third more than was ever in use.
+        # Give large freed blocks back at once: left to itself glibc keeps them, and memory grows for dozens of steps.
         "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
         "TOKENIZERS_PARALLELISM": "false",
     }

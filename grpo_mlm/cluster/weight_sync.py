@@ -15,16 +15,18 @@ from grpo_mlm.errors import RunFailure
 class WeightSync:
     """Made once the processes are up; `sync(version)` after every change of the actor's weights."""
 
-    def __init__(self, actor: ActorGroup, engines: EngineGroup, engine_tp: int, timeout_s: float) -> None:
-        self.actor, self.engines, self.timeout_s = actor, engines, timeout_s
+    def __init__(
+        self, actor: ActorGroup, engines: EngineGroup, engine_tp: int, start_timeout_s: float
+    ) -> None:
+        self.actor, self.engines = actor, engines
         trainers, world = len(actor.processes), len(actor.processes) + engine_tp * len(engines.processes)
         processes = [*actor.processes, *engines.processes]
         first = actor.processes[0]
-        host, port = wait([first], [first.submit("open_bridge")], "open_bridge", timeout_s)[0]
+        host, port = wait([first], [first.submit("open_bridge")], "open_bridge", start_timeout_s)[0]
         refs = [process.submit("join_bridge", host, port, world) for process in actor.processes]
         for i, process in enumerate(engines.processes):
             refs.append(process.submit("join", host, port, trainers + i * engine_tp, world))
-        digests = set(wait(processes, refs, "join_bridge", timeout_s))
+        digests = set(wait(processes, refs, "join_bridge", start_timeout_s))
         if len(digests) != 1:
             raise RunFailure(f"trainer and engines planned different transfers: {sorted(digests)}")
 
@@ -33,5 +35,5 @@ class WeightSync:
         processes = [*self.actor.processes, *self.engines.processes]
         refs = [process.submit("send_weights") for process in self.actor.processes]
         refs += [process.submit("receive_weights", version) for process in self.engines.processes]
-        replies = wait(processes, refs, "update_weights", self.timeout_s)[len(self.actor.processes) :]
+        replies = wait(processes, refs, "update_weights", self.actor.timeout_s)[len(self.actor.processes) :]
         return {"sync/bytes": float(sum(r["bytes"] for r in replies)), "sync/version": float(version)}

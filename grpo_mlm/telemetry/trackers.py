@@ -38,3 +38,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self.writer.close()
+
+
+Tracker = JsonlTracker | TensorBoardTracker

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_mlm.cluster.actor_group import ActorGroup
 from grpo_mlm.cluster.engine_group import EngineGroup
 from grpo_mlm.cluster.placement import ray_cluster, reserve
-from grpo_mlm.cluster.start import start_actor, start_engines
+from grpo_mlm.cluster.start import start_actor, start_engines, wait_until_ready
 from grpo_mlm.cluster.weight_sync import WeightSync
 from grpo_mlm.config.schema import Config
 from grpo_mlm.data.batch import RolloutBatch
@@ -23,7 +23,7 @@ from grpo_mlm.rollout.request import Sampling
 from grpo_mlm.telemetry.clock import Clock
 from grpo_mlm.telemetry.console import RunConsole
 from grpo_mlm.telemetry.samples import write_samples
-from grpo_mlm.telemetry.trackers import JsonlTracker, TensorBoardTracker
+from grpo_mlm.telemetry.trackers import JsonlTracker, TensorBoardTracker, Tracker
 from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.trainer.prepare import Prepared
 from grpo_mlm.trainer.rollout import make_requests, rollout
@@ -44,7 +44,7 @@ class Run:
     engines: EngineGroup | None  # None while steps replay a saved batch
     weights: WeightSync | None
     console: RunConsole
-    trackers: list[JsonlTracker | TensorBoardTracker]
+    trackers: list[Tracker]
     total_steps: int
     skipped_in_a_row: int = 0
     validations: list[dict[str, float]] = field(default_factory=list)  # in order
@@ -172,7 +172,7 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
     world, device = prepared.world, prepared.device
     timeout = config.cluster.start_timeout_s
     with ExitStack() as stack:
-        trackers: list[JsonlTracker | TensorBoardTracker] = [JsonlTracker(folder / "metrics.jsonl")]
+        trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
         if "tensorboard" in config.trainer.logger:
             trackers.append(TensorBoardTracker(folder / "tensorboard"))
         for tracker in trackers:
@@ -183,18 +183,14 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         began = time.perf_counter()
         stack.enter_context(ray_cluster(config.cluster, device, world.devices))
         slots = stack.enter_context(reserve(world.devices, device, timeout))
-        replay = config.trainer.debug.load_rollouts is not None
-        engines = (
-            None
-            if replay
-            else stack.enter_context(
-                start_engines(config, prepared.model_folder, world, slots, folder, device)
-            )
-        )
+        engines = weights = None
+        if config.trainer.debug.load_rollouts is None:
+            loading = start_engines(config, prepared.model_folder, world, slots, folder, device)
+            engines = stack.enter_context(loading)
         actor = stack.enter_context(start_actor(config, prepared.model_folder, world, slots, folder))
         if engines:
-            engines.call("ready")
-        weights = WeightSync(actor, engines, world.rollout_tp, timeout) if engines else None
+            wait_until_ready(engines, timeout)
+            weights = WeightSync(actor, engines, world.rollout_tp, timeout)
         console.say(f"started in {time.perf_counter() - began:.0f} s")
         yield Run(
             config=config,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +39,19 @@ def score_all(scorer: Scorer, samples: list[RewardSample]) -> list[RewardResult]
         return await asyncio.gather(*(scorer.score(sample) for sample in samples))
 
     return asyncio.run(gather())
+
+
+def handled_unlocked(module: str, tasks: list[dict[str, str]]) -> list[Any]:
+    """What `grpo_mlm.rewards.MODULE.handle` makes of the tasks, in a process of its own without the workers'
+    lock-down, which would hide that text was executed."""
+    code = (
+        "import json, sys\n"
+        f"from grpo_mlm.rewards.{module} import handle\n"
+        "print(json.dumps([handle(task) for task in json.load(sys.stdin)]))\n"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, input=json.dumps(tasks), capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from grpo_mlm.errors import UserError
 from grpo_mlm.rewards.math_answer import quick_verdict, read_gold
 from grpo_mlm.rewards.math_text import read_answer
 from grpo_mlm.rewards.scorer import Scorer
-from tests.rewards.conftest import Score, make_sample, make_scorer, score_all
+from tests.rewards.conftest import Score, handled_unlocked, make_sample, make_scorer, score_all
 
 WRONG = [  # RWD-10, and more of its kind
     ("1/2^99", "1/2^98"),
@@ -237,3 +237,26 @@ def test_model_text_is_never_executed(score_math: Score, tmp_path: Path) -> None
         assert score_math("42", rf"\boxed{{{text}}}").value == 0.0
         assert score_math(text, r"\boxed{42}").value != 1.0
     assert not mark.exists()
+
+
+def test_the_grader_itself_executes_nothing(tmp_path: Path) -> None:
+    """SEC-01 outside the worker, whose lock-down would hide the write."""
+    mark = tmp_path / "mark"
+    call = f"__import__('pathlib').Path('{mark}').write_text('x')"
+    forms = (
+        "{}",
+        r"\text{{{}}}",
+        "2+{}",
+        r"\operatorname{{{}}}",
+        "f({})=1",
+        r"\sin({})",
+        r"\sqrt{{{}}}",
+        "'{}'",
+    )
+    texts = [form.format(call) for form in forms]
+    tasks = [{"gold": "42", "prediction": t} for t in texts] + [
+        {"gold": t, "prediction": "42"} for t in texts
+    ]
+    replies = handled_unlocked("math_compare", tasks)
+    assert not mark.exists()
+    assert not any(reply["equal"] for reply in replies)

@@ -19,9 +19,8 @@ SLACK = 1.25  # a segment joins a padded batch whose length is at most this time
 class Rows:
     """The moves for tensors of `heads` rows a token; a padded batch is laid out `[segments, heads, length]`."""
 
-    gather: (
-        Tensor  # int64 [P * heads], the packed row of each padded one; padding repeats a row of its segment
-    )
+    # int64 [P * heads], the packed row of each padded one; padding repeats a row of its segment
+    gather: Tensor
     slots: Tensor  # int64 [T * heads], the padded row of each packed one
 
 
@@ -30,9 +29,8 @@ class PackedSegments(PackedSeqParams):
     """A packed micro-batch of T tokens, P with padding."""
 
     batches: tuple[tuple[int, int], ...] = ()  # (segments, padded length) of each padded batch
-    tokens: tuple[
-        Tensor, ...
-    ] = ()  # of each, the packed position of every padded one, int64 [segments, length]
+    # of each, the packed position of every padded one, int64 [segments, length]
+    tokens: tuple[Tensor, ...] = ()
     real: tuple[Tensor, ...] = ()  # of each, which ones are no padding, bool [segments, length]
     rotary: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # cos and sin of each packed token's angles
     _rows: dict[int, Rows] = field(default_factory=dict)
