@@ -85,7 +85,7 @@ def main() -> None:
         code = app(standalone_mode=False) or 0  # 130 after Ctrl-C
     except (UserError, RunFailure) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
-        code = 2 if isinstance(error, UserError) else 1
+        code = error.exit_code
     except USAGE_ERROR as error:
         error.show()
         code = 2

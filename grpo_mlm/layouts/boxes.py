@@ -53,3 +53,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 def slices(box: Box) -> tuple[slice, ...]:
     """The box as an index."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which layouts see a tensor of three or more dimensions: a matrix, leading dimensions merged."""
+    if len(shape) <= 2:
+        return tuple(shape)
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return (rows, shape[-1])
