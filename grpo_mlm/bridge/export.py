@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from grpo_mlm.bridge.hf_files import INDEX, SINGLE, tensor_files
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Layout, slices
-from grpo_mlm.layouts.hf import HEAD, hf_layout
+from grpo_mlm.layouts.hf import hf_layout
 from grpo_mlm.layouts.model import ModelSpec
 from grpo_mlm.layouts.planner import Copy, make_plan
 
@@ -45,8 +45,7 @@ def export_hf(
     is written aside and renamed; RunFailure if it is already there. Rank 0 holds one file in memory at a time.
     """
     _refuse_existing(out, rank, len(layouts), group)
-    tied_head = spec.tied and HEAD in tensor_files(model_folder)
-    target = hf_layout(spec, tied_head)
+    target = hf_layout(spec, tensor_files(model_folder).keys())
     by_tensor: dict[str, list[Copy]] = defaultdict(list)
     for copy in make_plan(layouts, [target]).copies:
         by_tensor[copy.dst_local].append(copy)

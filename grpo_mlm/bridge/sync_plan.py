@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mlm.errors import RunFailure
-from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
+from grpo_mlm.layouts.megatron import LOCAL, TE, MegatronParallel, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.layouts.planner import Plan, make_plan
 from grpo_mlm.layouts.vllm import vllm_layout
@@ -30,7 +30,7 @@ class SyncShape:
     def plan(self) -> Plan:
         """Trainer ranks in Megatron's order are the sources, engine ranks in order the destinations."""
         spec = read_model_spec(Path(self.model_folder))
-        sources = megatron_layouts(spec, MegatronParallel(self.tp, self.pp), self.dp, te=self.te)
+        sources = megatron_layouts(spec, MegatronParallel(self.tp, self.pp), self.dp, TE if self.te else LOCAL)
         engine = [vllm_layout(spec, self.rollout_tp, rank) for rank in range(self.rollout_tp)]
         return make_plan(sources, engine * self.num_engines)
 

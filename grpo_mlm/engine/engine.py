@@ -31,7 +31,7 @@ from grpo_mlm.engine.reference import host_copy, swapped_in
 from grpo_mlm.engine.weight_sender import WeightSender
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.known_tokens import known_tokens
-from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
+from grpo_mlm.layouts.megatron import LOCAL, TE, Coordinates, MegatronParallel, Naming, megatron_layout, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.telemetry.reduce import Part, merge
 
@@ -91,7 +91,11 @@ class MegatronEngine:
         """Which boxes of the model's tensors `parameters` holds."""
         place = self.place
         par = MegatronParallel(place.tp, place.pp)
-        return megatron_layout(self.spec, par, place.tp_rank, place.pp_rank, te=not self.device.is_cpu)
+        return megatron_layout(self.spec, par, Coordinates(place.tp_rank, place.pp_rank), self._naming)
+
+    @property
+    def _naming(self) -> Naming:
+        return LOCAL if self.device.is_cpu else TE
 
     def logprobs(
         self, batch: RolloutBatch, schedule: Schedule, which: Literal["actor", "ref"]
@@ -137,7 +141,7 @@ class MegatronEngine:
         """Write the actor as a Hugging Face folder, all ranks together."""
         place = self.place
         par = MegatronParallel(place.tp, place.pp)
-        layouts = megatron_layouts(self.spec, par, place.dp, te=not self.device.is_cpu)
+        layouts = megatron_layouts(self.spec, par, place.dp, self._naming)
         export_hf(folder, self.model_folder, self.spec, layouts, place.rank, self.parameters())
 
     def open_bridge(self) -> tuple[str, int]:

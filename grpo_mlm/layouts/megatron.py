@@ -1,8 +1,8 @@
 """The Megatron view: what one trainer rank's GPTModel holds.
 
 Local names are those of `GPTModel.named_parameters()`. Rules: megatron-core's SelfAttention (fused q, k, v
-interleaved by query group), MLP (gate and up cut each by itself), VocabParallelEmbedding (padded vocabulary),
-and an even cut of the layers into pipeline stages.
+interleaved by query group), MLP (gate and up cut each by itself), SequentialMLP and TEGroupedMLP (consecutive experts
+on each rank), VocabParallelEmbedding (padded vocabulary), get_transformer_layer_offset (stages and their chunks).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from grpo_mlm.layouts.weights import (
     as_layout,
     columns,
     gate_up,
+    height,
     padded,
     replicated,
     rows,
@@ -32,8 +33,8 @@ from grpo_mlm.layouts.weights import (
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times tp."""
 
-# Transformer Engine fuses these norms into the linear layer that follows.
-_TE_NAMES = {
+# Transformer Engine fuses these norms into the linear layer that follows; before experts there is none to fuse with.
+_TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
@@ -41,10 +42,47 @@ _TE_NAMES = {
 
 @dataclass(frozen=True)
 class MegatronParallel:
-    """Sizes of the model-parallel groups: tensor and pipeline."""
+    """Sizes of the model-parallel groups.
+
+    `vpp` is the number of model chunks that each pipeline stage holds. `etp`, the tensor parallelism of the experts, is
+    that of the rest if None. The first and last pipeline stage may own another number of layers than the others.
+    """
 
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place in the model-parallel groups."""
+
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the model's modules are built. `te`: Transformer Engine's layer spec. `grouped`: all experts of a rank in
+    one module (TEGroupedMLP) instead of a sequence of MLPs."""
+
+    te: bool = False
+    grouped: bool = False
+
+
+LOCAL = Naming()
+TE = Naming(te=True, grouped=True)
+"""What this project builds on GPUs."""
 
 
 def padded_vocab(spec: ModelSpec, tp: int) -> int:
@@ -52,36 +90,83 @@ def padded_vocab(spec: ModelSpec, tp: int) -> int:
     return padded(spec.vocab_size, VOCAB_MULTIPLE * tp)
 
 
-def stage_layers(spec: ModelSpec, par: MegatronParallel, pp_rank: int) -> range:
-    """The layers of the whole model that this pipeline stage owns; UserError where they do not divide."""
-    each = share(spec.layers, par.pp, "number of layers")
-    return range(pp_rank * each, (pp_rank + 1) * each)
+def chunk_layers(spec: ModelSpec, par: MegatronParallel, pp_rank: int, chunk: int = 0) -> range:
+    """The layers of the whole model in one chunk of one pipeline stage; UserError where they do not divide.
+
+    Chunks are dealt out in turns: chunk 0 of every stage, then chunk 1 of every stage.
+    """
+    sizes = [share(n, par.vpp, "number of layers of a pipeline stage") for n in _stage_sizes(spec, par)]
+    start = chunk * sum(sizes) + sum(sizes[:pp_rank])
+    return range(start, start + sizes[pp_rank])
+
+
+def _stage_sizes(spec: ModelSpec, par: MegatronParallel) -> list[int]:
+    """Layers of each pipeline stage."""
+    given = (par.first_stage_layers, par.last_stage_layers)
+    if par.pp == 1:
+        if par.vpp > 1 or given != (None, None):
+            raise UserError("model chunks and uneven stages need a pipeline: set pp to at least 2")
+        return [spec.layers]
+    first, last = ([] if n is None else [n] for n in given)
+    rest, stages = spec.layers - sum(first) - sum(last), par.pp - len(first) - len(last)
+    if rest < 0 or (rest > 0) != (stages > 0):
+        raise UserError(
+            f"{spec.layers} layers: {sum(first)} in the first and {sum(last)} in the last pipeline stage leave {rest} "
+            f"for {stages} other stages"
+        )
+    middle = [share(rest, stages, "number of layers") if stages else 0] * stages
+    return [*first, *middle, *last]
 
 
 def megatron_layout(
-    spec: ModelSpec, par: MegatronParallel, tp_rank: int, pp_rank: int, te: bool = False
+    spec: ModelSpec, par: MegatronParallel, at: Coordinates, naming: Naming = LOCAL
 ) -> Layout:
-    """What rank (tp_rank, pp_rank) holds. `te`: names of the Transformer Engine layer spec.
+    """What the rank at these coordinates holds. With several chunks, names begin with `chunk0.`, `chunk1.`, ...
 
-    UserError where heads, query groups, MLP width or layers do not divide as megatron-core needs.
+    UserError where heads, query groups, MLP width, experts or layers do not divide as megatron-core needs.
     """
     _check_heads(spec, par.tp)
-    layers = stage_layers(spec, par, pp_rank)
     parts: dict[str, Part] = {}
-    for weight in model_weights(spec):
-        if _owned(spec, weight, par, pp_rank, layers):
-            name = _local_name(weight, layers, te)
-            parts[name] = _CUTS[weight.kind](spec, weight, name, par.tp, tp_rank)
+    weights = model_weights(spec)
+    for chunk in range(par.vpp):
+        layers = chunk_layers(spec, par, at.pp, chunk)
+        prefix = f"chunk{chunk}." if par.vpp > 1 else ""
+        for weight in weights:
+            if _in_chunk(spec, weight, par, at.pp, chunk, layers) and _in_group(spec, weight, par, at):
+                name = prefix + _local_name(spec, weight, par, layers, naming)
+                tp, rank = (par.tp, at.tp) if weight.expert is None else (par.expert_tp, at.etp)
+                parts[name] = _CUTS[weight.kind](spec, weight, name, tp, rank)
     return as_layout(parts)
 
 
-def megatron_layouts(spec: ModelSpec, par: MegatronParallel, dp: int, te: bool = False) -> list[Layout]:
-    """Layouts of all trainer ranks in megatron-core's order: tensor fastest, then data, then pipeline."""
+def megatron_layouts(spec: ModelSpec, par: MegatronParallel, dp: int, naming: Naming = LOCAL) -> list[Layout]:
+    """Layouts of all trainer ranks in megatron-core's order; replicas share one object.
+
+    Ranks count tensor first, then data, then pipeline. The experts cut the tensor and data ranks of a stage anew:
+    expert tensor first, then expert, then replicas.
+    """
+    block = par.tp * dp
+    if block % (par.expert_tp * par.ep):
+        raise UserError(
+            f"{block} ranks a pipeline stage (tp {par.tp} x dp {dp}) are no multiple of expert tensor parallel size "
+            f"{par.expert_tp} x expert parallel size {par.ep}"
+        )
+    made: dict[Coordinates, Layout] = {}
     world = []
-    for pp_rank in range(par.pp):
-        replica = [megatron_layout(spec, par, tp_rank, pp_rank, te) for tp_rank in range(par.tp)]
-        world += replica * dp
+    for rank in range(block * par.pp):
+        at = coordinates(spec, par, dp, rank)
+        if at not in made:
+            made[at] = megatron_layout(spec, par, at, naming)
+        world.append(made[at])
     return world
+
+
+def coordinates(spec: ModelSpec, par: MegatronParallel, dp: int, rank: int) -> Coordinates:
+    """Of a global rank; a dense model has no experts to tell ranks apart by."""
+    pp_rank, i = divmod(rank, par.tp * dp)
+    if spec.moe is None:
+        return Coordinates(i % par.tp, pp_rank)
+    return Coordinates(i % par.tp, pp_rank, i // par.expert_tp % par.ep, i % par.expert_tp)
 
 
 def _check_heads(spec: ModelSpec, tp: int) -> None:
@@ -93,38 +178,58 @@ def _check_heads(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def _owned(spec: ModelSpec, weight: Weight, par: MegatronParallel, pp_rank: int, layers: range) -> bool:
+def _in_chunk(
+    spec: ModelSpec, weight: Weight, par: MegatronParallel, pp_rank: int, chunk: int, layers: range
+) -> bool:
     if isinstance(weight.place, int):
         return weight.place in layers
     if weight.place == "embedding":
-        return pp_rank == 0
+        return (pp_rank, chunk) == (0, 0)
     # A tied head is the embedding itself where one stage has both; else the last stage keeps its own copy.
     tied_head = spec.tied and weight.kind == "vocab"
-    return pp_rank == par.pp - 1 and not (tied_head and par.pp == 1)
+    return (pp_rank, chunk) == (par.pp - 1, par.vpp - 1) and not (tied_head and par.pp == 1)
 
 
-def _local_name(weight: Weight, layers: range, te: bool) -> str:
+def _in_group(spec: ModelSpec, weight: Weight, par: MegatronParallel, at: Coordinates) -> bool:
+    """Whether an expert is one of this rank's; weights outside of experts are on all."""
+    if weight.expert is None:
+        return True
+    return weight.expert // _local_experts(spec, par) == at.ep
+
+
+def _local_experts(spec: ModelSpec, par: MegatronParallel) -> int:
+    assert spec.moe is not None
+    return share(spec.moe.experts, par.ep, f"{spec.family}: number of experts")
+
+
+def _local_name(spec: ModelSpec, weight: Weight, par: MegatronParallel, layers: range, naming: Naming) -> str:
     if not isinstance(weight.place, int):
         return weight.megatron
     name = weight.megatron
-    for local, fused in _TE_NAMES.items() if te else ():
-        name = name.replace("{layer}." + local, "{layer}." + fused)
+    if naming.te:
+        for local, fused in _TE_NORMS.items():
+            if spec.moe is None or local == "input_layernorm.weight":
+                name = name.replace("{layer}." + local, "{layer}." + fused)
+    if weight.expert is not None:
+        if naming.grouped:  # local_experts.3.linear_fc1.weight -> linear_fc1.weight3
+            name = name.replace("local_experts.{expert}.", "") + "{expert}"
+        name = name.replace("{expert}", str(weight.expert % _local_experts(spec, par)))
     return name.replace("{layer}", str(weight.place - layers.start))
 
 
 def _qkv(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
     """Rows interleaved by query group, [q heads of the group; its k head; its v head], then cut into tp equal
     intervals. With fewer groups than ranks a cut goes through a group, and some ranks hold no k or v at all."""
-    total = sum(shape[0] for _, shape in weight.canonical)
+    total = sum(height(box) for _, box in weight.canonical)
     each = share(total, tp, f"{weight.megatron}: number of rows")
     return stack(local, _query_groups(spec, weight), (rank * each, (rank + 1) * each))
 
 
 def _query_groups(spec: ModelSpec, weight: Weight) -> Iterator[tuple[str, Box]]:
     for group in range(spec.kv_heads):
-        for tensor, shape in weight.canonical:
-            each = shape[0] // spec.kv_heads
-            yield tensor, rows(shape, group * each, (group + 1) * each)
+        for tensor, box in weight.canonical:
+            each = height(box) // spec.kv_heads
+            yield tensor, rows(box, group * each, (group + 1) * each)
 
 
 def _vocab(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:

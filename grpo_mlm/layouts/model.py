@@ -36,4 +36,9 @@ def model_weights(spec: ModelSpec) -> list[Weight]:
 
 def canonical_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Names and shapes of the Hugging Face tensors; no lm_head where it is tied to the embedding."""
-    return {name: shape for weight in model_weights(spec) for name, shape in weight.canonical}
+    shapes: dict[str, Shape] = {}
+    for weight in model_weights(spec):
+        for name, box in weight.canonical:
+            known = shapes.get(name, (0,) * len(box))
+            shapes[name] = tuple(max(n, stop) for n, (_, stop) in zip(known, box, strict=True))
+    return shapes

@@ -19,12 +19,25 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Moe:
+    """A mixture of experts in place of every layer's MLP: each token goes to `top_k` of `experts` MLPs of width `ffn`.
+
+    `norm_topk_prob`: the weights of the chosen experts are normalised to sum to 1.
+    """
+
+    experts: int
+    top_k: int
+    ffn: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and switches of a dense decoder, as its config.json states them.
+    """Sizes and switches of a decoder, as its config.json states them.
 
     `head_dim` need not be `hidden_size / heads`. `vocab_size` is the number of embedding rows, which may
     exceed the tokenizer's. `tied`: the head is the embedding. Biases: `qkv_bias` on q, k and v, `o_bias` on
-    the attention output. `qk_norm`: q and k are normalised head by head.
+    the attention output. `qk_norm`: q and k are normalised head by head. `moe`: None where the MLPs are dense.
     """
 
     family: str
@@ -42,3 +55,4 @@ class ModelSpec:
     norm_eps: float
     rope: Rope
     max_position_embeddings: int
+    moe: Moe | None = None

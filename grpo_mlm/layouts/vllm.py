@@ -1,10 +1,13 @@
 """The vLLM view: one engine rank's parameters in checkpoint layout (before kernels re-lay them out).
 
 Rules: vLLM's QKVParallelLinear (blocks q, k, v; key-value heads replicated where tp exceeds them),
-MergedColumnParallelLinear (gate, up), RowParallelLinear, VocabParallelEmbedding (padded to a multiple of 64).
+MergedColumnParallelLinear (gate, up), RowParallelLinear, VocabParallelEmbedding (padded to a multiple of 64), and
+its fused experts (w13 and w2, seen as matrices). A live engine's own loaders are the authority: `rollout/recorder.py`.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout
@@ -17,6 +20,7 @@ from grpo_mlm.layouts.weights import (
     as_layout,
     columns,
     gate_up,
+    pile,
     replicated,
     rows,
     share,
@@ -27,21 +31,37 @@ from grpo_mlm.layouts.weights import (
 VOCAB_MULTIPLE = 64
 
 
-def vllm_layout(spec: ModelSpec, tp: int, tp_rank: int) -> Layout:
+def vllm_layout(spec: ModelSpec, tp: int, tp_rank: int, ep: bool = False) -> Layout:
     """What rank `tp_rank` of an engine holds; a tied head is the embedding, so it has no entry of its own.
 
-    UserError where heads, key-value heads, MLP width or padded vocabulary do not divide as vLLM needs.
+    `ep`: whole experts are dealt out over the ranks, instead of a slice of each expert on every rank. The experts of a
+    rank lie in one tensor. UserError where heads, key-value heads, MLP width or padded vocabulary do not divide as
+    vLLM needs.
     """
     if spec.kv_heads % tp and tp % spec.kv_heads:
         raise UserError(
             f"{spec.family}: {spec.kv_heads} key-value heads and rollout tensor parallel size {tp}: "
             "one must be a multiple of the other"
         )
-    parts: dict[str, Part] = {}
+    parts: dict[str, list[Part]] = defaultdict(list)
     for weight in model_weights(spec):
-        if not (spec.tied and weight.kind == "vocab" and weight.place == "head"):
-            parts[weight.vllm] = _CUTS[weight.kind](spec, weight, weight.vllm, tp, tp_rank)
-    return as_layout(parts)
+        if spec.tied and weight.kind == "vocab" and weight.place == "head":
+            continue
+        cut = (tp, tp_rank)
+        if ep and weight.expert is not None:
+            if weight.expert not in _experts_of(spec, tp, tp_rank):
+                continue
+            cut = (1, 0)
+        parts[weight.vllm].append(_CUTS[weight.kind](spec, weight, weight.vllm, *cut))
+    return as_layout({name: pile(held) for name, held in parts.items()})
+
+
+def _experts_of(spec: ModelSpec, ranks: int, rank: int) -> range:
+    """Consecutive experts; where they do not divide, the first ranks have one more."""
+    assert spec.moe is not None
+    each, more = divmod(spec.moe.experts, ranks)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
 
 
 def _qkv(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
@@ -54,8 +74,8 @@ def _qkv(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Par
     return stack(
         local,
         [
-            (tensor, rows(shape, n * spec.head_dim * r, n * spec.head_dim * (r + 1)))
-            for (tensor, shape), n, r in mine
+            (tensor, rows(box, n * spec.head_dim * r, n * spec.head_dim * (r + 1)))
+            for (tensor, box), n, r in mine
         ],
     )
 

@@ -7,7 +7,7 @@ Where a side lays a kind out in its own way (the fused q, k, v) it brings its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_mlm.errors import UserError
@@ -20,17 +20,19 @@ Kind = Literal["replicated", "vocab", "columns", "gate_up", "qkv"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight and the canonical tensors that it is made of.
+    """A weight and the boxes of canonical tensors that it is made of.
 
     `place` is the layer that owns it (0-based in the whole model), or "embedding", or "head" (what follows the
-    last layer). `megatron` has `{layer}` where the stage's own layer number goes; `vllm` is a full name.
+    last layer). `megatron` has `{layer}` and `{expert}` where the rank's own numbers go; `vllm` is a full name, which
+    all experts of a layer share. `expert` is the number of the expert that it belongs to, if any.
     """
 
     kind: Kind
     place: int | Literal["embedding", "head"]
-    canonical: tuple[tuple[str, Shape], ...]
+    canonical: tuple[tuple[str, Box], ...]
     megatron: str
     vllm: str
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,15 @@ def full(shape: Shape) -> Box:
     return tuple((0, n) for n in shape)
 
 
-def rows(shape: Shape, start: int, stop: int) -> Box:
-    """Rows [start, stop) of a tensor."""
-    return ((start, stop), *full(shape[1:]))
+def rows(box: Box, start: int, stop: int) -> Box:
+    """Rows [start, stop) of a box, counted from its first."""
+    first = box[0][0]
+    return ((first + start, first + stop), *box[1:])
+
+
+def height(box: Box) -> int:
+    """Number of rows."""
+    return box[0][1] - box[0][0]
 
 
 def share(n: int, parts: int, what: str) -> int:
@@ -74,51 +82,62 @@ def stack(local: str, segments: Iterable[tuple[str, Box]], window: tuple[int, in
     Rows of the window past the last segment are padding. The boxes agree in all other dimensions.
     """
     segments = list(segments)
-    total = sum(box[0][1] - box[0][0] for _, box in segments)
+    total = sum(height(box) for _, box in segments)
     low, high = window or (0, total)
     pieces, start = [], 0
-    for tensor, ((first, last), *rest) in segments:
-        stop = start + last - first
+    for tensor, box in segments:
+        stop = start + height(box)
         a, b = max(low, start), min(high, stop)
         if a < b:
-            box = ((first + a - start, first + b - start), *rest)
-            pieces.append(Piece(tensor, box, local, (a - low, *(0 for _ in rest))))
+            at = (a - low, *(0 for _ in box[1:]))
+            pieces.append(Piece(tensor, rows(box, a - start, b - start), local, at))
         start = stop
     tail = tuple(stop - start for start, stop in segments[0][1][1:])
     shape = (high - low, *tail)
-    padding = (rows(shape, max(total, low) - low, high - low),) if high > total else ()
+    padding = (rows(full(shape), max(total, low) - low, high - low),) if high > total else ()
     return Part(shape, tuple(pieces), padding)
+
+
+def pile(parts: Iterable[Part]) -> Part:
+    """Parts of one local tensor laid end to end along dimension 0: the experts of a rank in one matrix."""
+    parts = list(parts)
+    pieces, fills, start = [], [], 0
+    for part in parts:
+        pieces += [replace(piece, at=(piece.at[0] + start, *piece.at[1:])) for piece in part.pieces]
+        fills += [rows(((start, start), *box[1:]), *box[0]) for box in part.fills]
+        start += part.shape[0]
+    return Part((start, *parts[0].shape[1:]), tuple(pieces), tuple(fills))
 
 
 def replicated(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
     """Every rank holds the whole tensor."""
-    [(tensor, shape)] = weight.canonical
-    return stack(local, [(tensor, full(shape))])
+    return stack(local, weight.canonical)
 
 
 def columns(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
     """Row-parallel matrix [out, in]: each rank holds in/tp columns."""
-    [(tensor, (n, width))] = weight.canonical
-    each = share(width, tp, f"{tensor}: number of columns")
-    box = ((0, n), (rank * each, (rank + 1) * each))
-    return Part((n, each), (Piece(tensor, box, local, (0, 0)),))
+    [(tensor, (out, (first, last)))] = weight.canonical
+    each = share(last - first, tp, f"{tensor}: number of columns")
+    box = (out, (first + rank * each, first + (rank + 1) * each))
+    return Part((height(box), each), (Piece(tensor, box, local, (0, 0)),))
 
 
 def gate_up(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
     """[gate of the rank; up of the rank]: each component is cut by itself, so ranks do not concatenate."""
-    each = share(spec.ffn, tp, f"{spec.family}: intermediate size")
-    return stack(
-        local, [(tensor, rows(shape, rank * each, (rank + 1) * each)) for tensor, shape in weight.canonical]
-    )
+    segments = []
+    for tensor, box in weight.canonical:
+        each = share(height(box), tp, f"{spec.family}: intermediate size")
+        segments.append((tensor, rows(box, rank * each, (rank + 1) * each)))
+    return stack(local, segments)
 
 
 def vocab(multiple: int) -> Cut:
     """Vocabulary rows, padded to a multiple of `multiple` and cut evenly; rows past the vocabulary are padding."""
 
     def cut(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
-        [(tensor, shape)] = weight.canonical
-        each = share(padded(shape[0], multiple), tp, f"{tensor}: padded vocabulary")
-        return stack(local, [(tensor, full(shape))], (rank * each, (rank + 1) * each))
+        [(tensor, box)] = weight.canonical
+        each = share(padded(height(box), multiple), tp, f"{tensor}: padded vocabulary")
+        return stack(local, weight.canonical, (rank * each, (rank + 1) * each))
 
     return cut
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout, slices
 from grpo_mlm.layouts.hf import hf_layout
-from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layout, megatron_layouts
+from grpo_mlm.layouts.megatron import LOCAL, TE, Coordinates, MegatronParallel, megatron_layout, megatron_layouts
 from grpo_mlm.layouts.model import ModelSpec, Rope, canonical_tensors
 from grpo_mlm.layouts.planner import Plan, make_plan
 from grpo_mlm.layouts.vllm import vllm_layout
@@ -156,7 +156,7 @@ def test_a_megatron_rank_holds_what_plain_slicing_gives(seed: int, tp_pp: tuple[
     weights = random_weights(spec)
     for p in range(pp):
         for t in range(tp):
-            layout = megatron_layout(spec, MegatronParallel(tp, pp), t, p)
+            layout = megatron_layout(spec, MegatronParallel(tp, pp), Coordinates(t, p))
             assert_same(held(layout, weights), megatron_reference(spec, weights, tp, pp, t, p))
 
 
@@ -203,7 +203,7 @@ def test_fewer_query_groups_than_ranks_leaves_some_ranks_without_keys_or_values(
     spec = random_spec(0)
     spec = ModelSpec(**{**vars(spec), "heads": 8, "kv_heads": 2, "head_dim": 4})
     fused = "decoder.layers.0.self_attention.linear_qkv.weight"
-    layouts = [megatron_layout(spec, MegatronParallel(4, 1), t, 0) for t in range(4)]
+    layouts = [megatron_layout(spec, MegatronParallel(4, 1), Coordinates(t)) for t in range(4)]
     owned = [{p.tensor.split(".")[-2] for p in layout.pieces if p.local == fused} for layout in layouts]
     # Each group is 4 q heads, 1 k, 1 v of 4 rows: 24 rows, two ranks of 12 rows each.
     assert owned == [{"q_proj"}, {"q_proj", "k_proj", "v_proj"}] * 2
@@ -211,7 +211,7 @@ def test_fewer_query_groups_than_ranks_leaves_some_ranks_without_keys_or_values(
 
 def test_padded_rows_are_declared_and_everything_else_is_covered() -> None:
     spec = ModelSpec(**{**vars(random_spec(1)), "vocab_size": 300, "tied": False, "hidden_size": 8})
-    fills = [megatron_layout(spec, MegatronParallel(2, 1), t, 0).fills for t in range(2)]
+    fills = [megatron_layout(spec, MegatronParallel(2, 1), Coordinates(t)).fills for t in range(2)]
     # 300 rows are padded to 512 for two ranks of 256: the second holds rows 256-299, then 212 of padding.
     both = ("embedding.word_embeddings.weight", "output_layer.weight")
     assert fills == [(), tuple((name, ((44, 256), (0, 8))) for name in both)]
@@ -220,7 +220,7 @@ def test_padded_rows_are_declared_and_everything_else_is_covered() -> None:
 
 def test_transformer_engine_names_differ_in_the_fused_norms_only() -> None:
     spec, par = random_spec(2), MegatronParallel(2, 2)
-    local, te = (megatron_layout(spec, par, 1, 1, te=flag) for flag in (False, True))
+    local, te = (megatron_layout(spec, par, Coordinates(1, 1), naming) for naming in (LOCAL, TE))
     renamed = {
         "decoder.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
@@ -247,7 +247,7 @@ def test_sizes_that_do_not_divide_are_the_users_error(
 ) -> None:
     spec = ModelSpec(**{**vars(random_spec(3)), "heads": 8, "kv_heads": 4, **changes})
     with pytest.raises(UserError, match=named):
-        megatron_layout(spec, par, 0, 0)
+        megatron_layout(spec, par, Coordinates())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mlm.layouts.families import llama, qwen2, qwen3
+from grpo_mlm.layouts.families import llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from grpo_mlm.layouts.families.dense import dense_weights
 from grpo_mlm.layouts.spec import ModelSpec
 from grpo_mlm.layouts.weights import Weight
@@ -25,7 +25,11 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.read, dense_weights),
+    "mistral": Family(mistral.read, dense_weights),
+    "mixtral": Family(mixtral.read, mixtral.weights),
+    "phi3": Family(phi3.read, phi3.weights),
     "qwen2": Family(qwen2.read, dense_weights),
     "qwen3": Family(qwen3.read, dense_weights),
+    "qwen3_moe": Family(qwen3_moe.read, qwen3_moe.weights),
 }
 """By `model_type` of config.json."""
