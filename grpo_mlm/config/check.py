@@ -184,7 +184,15 @@ def _run(c: Config) -> Iterator[str]:
 
 def check_model(config: Config, spec: ModelSpec) -> None:
     """UserError listing every rule of this model that the parallel sizes and lengths break."""
-    raise_problems("config", [*_model_sizes(config, spec), *_model_lengths(config, spec)])
+    raise_problems("config", [*_model_kind(spec), *_model_sizes(config, spec), *_model_lengths(config, spec)])
+
+
+def _model_kind(spec: ModelSpec) -> Iterator[str]:
+    if spec.moe is not None:
+        yield (
+            f"model.path: {spec.family} is a mixture of {spec.moe.experts} experts; the trainer has dense models only. "
+            "Its weights can be converted (grpo-mlm convert)"
+        )
 
 
 def _model_sizes(c: Config, spec: ModelSpec) -> Iterator[str]:

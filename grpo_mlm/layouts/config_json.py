@@ -71,7 +71,7 @@ def refuse(config: dict[str, Any], key: str, supported: tuple[Any, ...]) -> None
 
 
 def refuse_unsupported(config: dict[str, Any]) -> None:
-    """UserError for what no dense family here computes: other activations, windows, quantised weights."""
+    """UserError for what no family here computes: other activations, windows, quantised weights."""
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "use_sliding_window", (False,))
     refuse(config, "partial_rotary_factor", (1.0,))
@@ -87,14 +87,16 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         )
 
 
-def read_rope(config: dict[str, Any]) -> Rope:
+def read_rope(config: dict[str, Any], default_theta: float) -> Rope:
     """The rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (CNV-06)."""
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
             raise UserError(f"config.json: {key} is {value!r}, expected one flat object for all layers")
     numbers = {**old, **new}
-    theta = real({"rope_theta": numbers.get("rope_theta", config.get("rope_theta"))}, "rope_theta", 10000.0)
+    theta = real(
+        {"rope_theta": numbers.get("rope_theta", config.get("rope_theta"))}, "rope_theta", default_theta
+    )
     refuse(numbers, "partial_rotary_factor", (1.0,))
     kind = numbers.get("rope_type") or numbers.get("type") or "default"
     if kind == "default":

@@ -8,6 +8,7 @@ replaced by a plain copy, because the rank gets exactly its slices.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     make_online_process_loader,
 )
 from vllm.platforms import current_platform
+
+from grpo_mlm.layouts.boxes import matrix_shape
 
 # It warns of modules without weights of their own (rotary tables, tied heads) at every update; that every
 # parameter arrives is checked by name before the first one.
@@ -38,11 +41,12 @@ class Reload:
     def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
         self.model, self.model_config = model, model_config
         self._loaders: list[tuple[Any, Any]] = []
+        self._kernels = _forget_expert_kernels(model) if current_platform.is_cpu() else []
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
     def load(self, name: str, tensor: Tensor) -> None:
-        """Hand over one parameter, which belongs to the model from now on."""
+        """Hand over one parameter, which belongs to the model from now on; experts may come as a matrix."""
         module, _, leaf = name.rpartition(".")
         layer = self.model.get_submodule(module)
         param: Any = getattr(layer, leaf)
@@ -50,7 +54,7 @@ class Reload:
         self._loaders.append((param, _get_original_loader(param)))
         param.weight_loader = _copy_whole
         param.weight_loader = make_online_process_loader(layer, leaf)
-        param.weight_loader(param, tensor)
+        param.weight_loader(param, tensor.view(param.shape))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -58,12 +62,28 @@ class Reload:
         finalize_layerwise_reload(self.model, self.model_config)
         for param, loader in self._loaders:
             param.weight_loader = loader
+        for quant_method, kernel in self._kernels:
+            quant_method.moe_kernel = quant_method.moe_kernel or kernel
         if current_platform.is_cpu():
             _pack_heads(self.model)
 
 
 def _copy_whole(param: Tensor, loaded_weight: Tensor) -> None:
     param.data.copy_(loaded_weight)
+
+
+def _forget_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """On a CPU experts compute with packed weights, and are packed only while they have no kernel yet.
+
+    Returns what was forgotten. Where a layer gets no weights it makes no new kernel and needs its old one.
+    """
+    kernels = []
+    for module in model.modules():
+        quant_method: Any = getattr(module, "quant_method", None)
+        if getattr(quant_method, "moe_kernel", None) is not None:
+            kernels.append((quant_method, quant_method.moe_kernel))
+            quant_method.moe_kernel = None
+    return kernels
 
 
 def _pack_heads(model: nn.Module) -> None:
@@ -73,17 +93,27 @@ def _pack_heads(model: nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
+def checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
+    """(name, its module, its name there, the live parameter, the same as it is loaded), tied ones under each name.
+
+    A kernel's own layout may hide in the live model what is loaded; vLLM keeps that as tensors without data.
+    """
+    for prefix, module in model.named_modules():
+        recorded, _ = get_layerwise_info(module).restore_metadata
+        for leaf, live in list(module._parameters.items()):
+            if live is not None:
+                yield f"{prefix}.{leaf}", module, leaf, live, recorded.get(leaf, live)
+
+
 def loadable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each parameter as it is loaded, which a kernel's own layout may hide in the live model.
+    """Name and shape of each parameter as it is loaded; three dimensions and more seen as a matrix.
 
     A tied head is an alias of the embedding and is left out.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        recorded, _ = get_layerwise_info(module).restore_metadata
-        for leaf, live in module._parameters.items():
-            if live is not None and id(live) not in seen:
-                seen.add(id(live))
-                shapes[f"{prefix}.{leaf}"] = tuple(recorded.get(leaf, live).shape)
+    for name, _, _, live, loaded in checkpoint_parameters(model):
+        if id(live) not in seen:
+            seen.add(id(live))
+            shapes[name] = matrix_shape(tuple(loaded.shape))
     return shapes

@@ -18,7 +18,10 @@ from grpo_mlm.layouts.spec import Moe
 from grpo_mlm.layouts.vllm import vllm_layout
 from tests.layouts.test_views import Tensors, assert_same, executed, held, random_weights
 
-NAMES = {"qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"), "mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+NAMES = {
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
 
 
 def moe_spec(family: str = "qwen3_moe", layers: int = 4, tied: bool = False) -> ModelSpec:
@@ -207,7 +210,22 @@ def test_qwen3_30b_a3b_has_the_published_sizes() -> None:
     """facts: 3.082 GB outside of the experts and 57.98 GB in them, bf16."""
     moe = Moe(experts=128, top_k=8, ffn=768, norm_topk_prob=True)
     spec = ModelSpec(
-        "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False, False, False, True, 1e-6, Rope(1e6), 40960, moe
+        "qwen3_moe",
+        2048,
+        48,
+        32,
+        4,
+        128,
+        6144,
+        151936,
+        False,
+        False,
+        False,
+        True,
+        1e-6,
+        Rope(1e6),
+        40960,
+        moe,
     )
     size: Counter[bool] = Counter()
     for name, shape in canonical_tensors(spec).items():

@@ -7,6 +7,8 @@ process is spawned and no byte is allocated.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts, padded_vocab
 from grpo_mlm.layouts.model import ModelSpec, Rope
+from grpo_mlm.layouts.spec import Moe
 
 LLAMA = ModelSpec("llama", 64, 4, 8, 2, 32, 96, 300, False, False, False, False, 1e-5, Rope(1e4), 64)
 MODELS = {
@@ -32,6 +35,7 @@ MODELS = {
 def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tied copy of the last stage is moved to the current CUDA device on construction."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
 
 
@@ -39,7 +43,14 @@ def gpt_shapes(spec: ModelSpec, par: MegatronParallel, dp: int, rank: int) -> di
     """Parameter names and shapes of the GPTModel that `rank` of a world of tp * pp * dp builds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=par.tp * par.pp * dp)
     try:
-        parallel_state.initialize_model_parallel(par.tp, par.pp, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            par.tp,
+            par.pp,
+            par.vpp if par.vpp > 1 else None,
+            expert_model_parallel_size=par.ep,
+            expert_tensor_parallel_size=par.expert_tp,
+            create_gloo_process_groups=False,
+        )
         config = TransformerConfig(
             num_layers=spec.layers,
             hidden_size=spec.hidden_size,
@@ -55,26 +66,57 @@ def gpt_shapes(spec: ModelSpec, par: MegatronParallel, dp: int, rank: int) -> di
             qk_layernorm=spec.qk_norm,
             tensor_model_parallel_size=par.tp,
             pipeline_model_parallel_size=par.pp,
+            virtual_pipeline_model_parallel_size=par.vpp if par.vpp > 1 else None,
+            num_layers_in_first_pipeline_stage=par.first_stage_layers,
+            num_layers_in_last_pipeline_stage=par.last_stage_layers,
+            expert_model_parallel_size=par.ep,
+            expert_tensor_parallel_size=par.expert_tp,
+            sequence_parallel=spec.moe is not None and par.tp > 1,
+            num_moe_experts=spec.moe.experts if spec.moe else None,
+            moe_ffn_hidden_size=spec.moe.ffn if spec.moe else None,
+            moe_token_dispatcher_type="alltoall",
             pipeline_dtype=torch.float32,
             use_cpu_initialization=True,
             perform_initialization=False,
             gradient_accumulation_fusion=False,
         )
-        with torch.device("meta"):
-            model = GPTModel(
-                config,
-                get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm"),
-                vocab_size=padded_vocab(spec, par.tp),
-                max_sequence_length=64,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=spec.tied,
-            )
-        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shapes = {}
+        for chunk in range(par.vpp):
+            prefix = f"chunk{chunk}." if par.vpp > 1 else ""
+            model = gpt_chunk(spec, par, config, chunk)
+            shapes |= {prefix + name: tuple(p.shape) for name, p in model.named_parameters()}
+        return shapes
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def gpt_chunk(spec: ModelSpec, par: MegatronParallel, config: TransformerConfig, chunk: int) -> GPTModel:
+    at = {"ignore_virtual": False, "vp_stage": chunk} if par.vpp > 1 else {}
+    layers = get_gpt_layer_local_spec(
+        num_experts=spec.moe.experts if spec.moe else None,
+        qk_layernorm=spec.qk_norm,
+        normalization="RMSNorm",
+    )
+    # The local spec's norm is not made for sequence parallelism; its parameters are.
+    with torch.device("meta"), patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__", _norm):
+        return GPTModel(
+            config,
+            layers,
+            vocab_size=padded_vocab(spec, par.tp),
+            max_sequence_length=64,
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=spec.tied,
+            vp_stage=chunk if par.vpp > 1 else None,
+        )
+
+
+def _norm(
+    cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+) -> torch.nn.Module:
+    return torch.nn.RMSNorm(hidden_size, eps)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 2)])
@@ -85,5 +127,37 @@ def test_every_rank_names_and_shapes_its_parameters_as_gpt_model_does(
     """CNV-07: no parameter missing, none invented; tensor parallel 4 is more than the 2 query groups."""
     spec, (tp, pp, dp) = MODELS[model], sizes
     par = MegatronParallel(tp, pp)
+    for rank, layout in enumerate(megatron_layouts(spec, par, dp)):
+        assert layout.shapes == gpt_shapes(spec, par, dp, rank), f"rank {rank}"
+
+
+MOE = replace(
+    LLAMA, family="qwen3_moe", qk_norm=True, moe=Moe(experts=8, top_k=2, ffn=48, norm_topk_prob=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "par", "dp"),
+    [
+        (LLAMA, MegatronParallel(pp=2, vpp=2), 1),
+        (MODELS["qwen3-tied"], MegatronParallel(tp=2, pp=2, vpp=2), 1),
+        (LLAMA, MegatronParallel(pp=2, first_stage_layers=1), 1),
+        (
+            replace(LLAMA, layers=8),
+            MegatronParallel(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=2),
+            1,
+        ),
+        (MOE, MegatronParallel(), 1),
+        (MOE, MegatronParallel(ep=4), 4),
+        (MOE, MegatronParallel(tp=2, ep=2), 2),
+        (MOE, MegatronParallel(tp=2, ep=2, etp=1), 1),
+        (MOE, MegatronParallel(tp=2, pp=2, ep=4, etp=1), 2),
+        (replace(MOE, tied=True), MegatronParallel(tp=4, pp=2, vpp=2, ep=2, etp=2), 1),
+    ],
+)
+def test_chunks_stages_and_experts_are_those_of_gpt_model(
+    spec: ModelSpec, par: MegatronParallel, dp: int
+) -> None:
+    """CNV-03, CNV-04: which layers and how many experts each rank has, under which names."""
     for rank, layout in enumerate(megatron_layouts(spec, par, dp)):
         assert layout.shapes == gpt_shapes(spec, par, dp, rank), f"rank {rank}"

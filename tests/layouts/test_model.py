@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.model import canonical_tensors, read_model_spec
@@ -36,6 +47,8 @@ def folder(tmp_path: Path, **config: Any) -> Path:
         lambda **kw: LlamaConfig(**kw),
         lambda **kw: LlamaConfig(attention_bias=True, head_dim=32, **kw),
         lambda **kw: Qwen2Config(**kw),
+        lambda **kw: MistralConfig(sliding_window=None, **kw),
+        lambda **kw: Phi3Config(pad_token_id=0, **kw),
         lambda **kw: Qwen3Config(head_dim=32, rms_norm_eps=1e-2, **kw),
         lambda **kw: Qwen3Config(
             rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, **kw
@@ -54,13 +67,58 @@ def test_canonical_tensors_are_those_of_the_transformers_model(tmp_path: Path, m
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("config", "norm"),
+    [
+        (Qwen3MoeConfig(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, **SIZES), False),
+        (
+            Qwen3MoeConfig(num_experts=3, norm_topk_prob=True, num_experts_per_tok=1, head_dim=32, **SIZES),
+            True,
+        ),
+        (MixtralConfig(num_local_experts=3, **SIZES), True),
+    ],
+)
+def test_experts_are_named_as_transformers_saves_them(tmp_path: Path, config: Any, norm: bool) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    spec = read_model_spec(tmp_path)
+    assert canonical_tensors(spec) == theirs
+    assert spec.moe is not None
+    assert (spec.moe.experts, spec.moe.top_k, spec.moe.norm_topk_prob) == (
+        3,
+        config.num_experts_per_tok,
+        norm,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model_type": "mistral"}, {"model_type": "mixtral", "sliding_window": 4096}]
+)
+def test_attention_windows_are_refused(tmp_path: Path, fields: dict) -> None:
+    """A config of Mistral that does not say so means a window of 4096."""
+    with pytest.raises(UserError, match="sliding_window"):
+        read_model_spec(folder(tmp_path, **fields))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "phi3": {"pad_token_id": 0},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_mean_what_transformers_takes_them_to_be(tmp_path: Path, family: str) -> None:
-    path = folder(tmp_path, model_type=family)
+    path = folder(tmp_path, model_type=family, **FAMILIES[family])
     config, spec = AutoConfig.from_pretrained(path), read_model_spec(path)
-    assert spec.head_dim == getattr(config, "head_dim", 64 // 4)
+    assert spec.head_dim == (getattr(config, "head_dim", None) or 64 // 4)
     assert (spec.tied, spec.norm_eps) == (config.tie_word_embeddings, config.rms_norm_eps)
-    assert spec.rope.theta == config.rope_parameters["rope_theta"] == 10000.0
+    assert spec.rope.theta == config.rope_parameters["rope_theta"]
 
 
 LLAMA3 = {
@@ -103,7 +161,7 @@ def test_rope_is_read_from_both_generations_of_configs(tmp_path: Path, fields: d
     [
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"layer_types": 2}, "layer_types is 2"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, mistral, mixtral,"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None"),

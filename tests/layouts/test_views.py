@@ -15,7 +15,14 @@ from torch.nn.functional import pad
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout, slices
 from grpo_mlm.layouts.hf import hf_layout
-from grpo_mlm.layouts.megatron import LOCAL, TE, Coordinates, MegatronParallel, megatron_layout, megatron_layouts
+from grpo_mlm.layouts.megatron import (
+    LOCAL,
+    TE,
+    Coordinates,
+    MegatronParallel,
+    megatron_layout,
+    megatron_layouts,
+)
 from grpo_mlm.layouts.model import ModelSpec, Rope, canonical_tensors
 from grpo_mlm.layouts.planner import Plan, make_plan
 from grpo_mlm.layouts.vllm import vllm_layout

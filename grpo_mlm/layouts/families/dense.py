@@ -26,9 +26,12 @@ def dense_spec(
     o_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
     moe: Moe | None = None,
 ) -> ModelSpec:
-    """The spec of a decoder; `head_dim` is the family's default, None for hidden size / heads."""
+    """The spec of a decoder. `head_dim` (None: hidden size / heads), `norm_eps` and `rope_theta` are what the family
+    takes where config.json is silent."""
     refuse_unsupported(config)
     heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     kv_heads = whole(config, "num_key_value_heads", heads)
@@ -49,8 +52,8 @@ def dense_spec(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
-        norm_eps=real(config, "rms_norm_eps", 1e-6),
-        rope=read_rope(config),
+        norm_eps=real(config, "rms_norm_eps", norm_eps),
+        rope=read_rope(config, rope_theta),
         max_position_embeddings=whole(config, "max_position_embeddings"),
         moe=moe,
     )

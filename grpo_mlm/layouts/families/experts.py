@@ -12,8 +12,10 @@ from grpo_mlm.layouts.spec import ModelSpec, Moe
 from grpo_mlm.layouts.weights import Weight
 
 
-def read_moe(config: dict[str, Any], experts: str, ffn: str, norm_topk_prob: bool) -> Moe:
-    """The mixture; `experts` and `ffn` are the keys of the number of experts and of an expert's width."""
+def read_moe(config: dict[str, Any], ffn: str, norm_topk_prob: bool) -> Moe:
+    """The mixture; `ffn` is the key of an expert's width. Transformers 5 calls the number of experts
+    `num_local_experts` in files of either family; those on the hub have the family's own name."""
+    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
     moe = Moe(
         experts=whole(config, experts),
         top_k=whole(config, "num_experts_per_tok"),

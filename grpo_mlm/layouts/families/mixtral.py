@@ -17,7 +17,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
     refuse(config, "sliding_window", (None,))
     refuse(config, "router_jitter_noise", (0.0,))
     whole(config, "num_key_value_heads")  # its default in transformers is 8, not the number of heads
-    return dense_spec(config, moe=read_moe(config, "num_local_experts", "intermediate_size", True))
+    moe = read_moe(config, "intermediate_size", norm_topk_prob=True)
+    return dense_spec(config, norm_eps=1e-5, rope_theta=1e6, moe=moe)
 
 
 def weights(spec: ModelSpec) -> Iterator[Weight]:

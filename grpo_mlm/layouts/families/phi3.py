@@ -28,7 +28,7 @@ from grpo_mlm.layouts.weights import Weight
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec; attention windows and long-context rope ("longrope") are not supported."""
     refuse(config, "sliding_window", (None,))
-    return dense_spec(config)
+    return dense_spec(config, norm_eps=1e-5)
 
 
 def weights(spec: ModelSpec) -> Iterator[Weight]:

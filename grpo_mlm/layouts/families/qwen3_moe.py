@@ -18,7 +18,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     refuse(config, "decoder_sparse_step", (1,))
     refuse(config, "mlp_only_layers", ([],))
     whole(config, "num_key_value_heads")  # its default in transformers is 4, not the number of heads
-    moe = read_moe(config, "num_experts", "moe_intermediate_size", switch(config, "norm_topk_prob"))
+    moe = read_moe(config, "moe_intermediate_size", switch(config, "norm_topk_prob"))
     return dense_spec(config, qk_norm=True, moe=moe)
 
 
