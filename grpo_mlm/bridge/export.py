@@ -5,8 +5,6 @@ A plan like any other: its sources are the trainer ranks, its one destination is
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,9 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from grpo_mlm.bridge.hf_files import INDEX, SINGLE, tensor_files
+from grpo_mlm.bridge.durable import NewFile, copy_files, publish, side_files
+from grpo_mlm.bridge.hf_index import pack_files, tensor_files, write_index
+from grpo_mlm.bridge.safetensors_stream import Plain, SafetensorsWriter
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Layout, slices
 from grpo_mlm.layouts.hf import hf_layout
@@ -24,7 +23,6 @@ from grpo_mlm.layouts.model import ModelSpec
 from grpo_mlm.layouts.planner import Copy, make_plan
 
 MAX_FILE_BYTES = 5 << 30
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @torch.no_grad()
@@ -42,7 +40,7 @@ def export_hf(
 
     `layouts[r]` is rank r's layout, `params` this rank's tensors by local name, all of one dtype, which the
     files keep. The tensors are those of `model_folder`, its other files are copied byte for byte. The folder
-    is written aside and renamed; RunFailure if it is already there. Rank 0 holds one file in memory at a time.
+    is written aside and renamed; RunFailure if it is already there. Rank 0 holds one tensor in memory at a time.
     """
     _refuse_existing(out, rank, len(layouts), group)
     target = hf_layout(spec, tensor_files(model_folder).keys())
@@ -88,24 +86,17 @@ def _write(
     aside = out.with_name(out.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    itemsize = next(iter(params.values())).element_size()
-    files = _pack_files(target, itemsize, max_file_bytes)
-    for file, names in files.items():
-        tensors = {name: _receive(target.shapes[name], by_tensor[name], params, group) for name in names}
-        save_file(tensors, aside / file, metadata={"format": "pt"})
-        (aside / file).chmod(aside.stat().st_mode & 0o666)  # safetensors lets the owner alone read
-    if len(files) > 1:
-        total = itemsize * sum(torch.Size(shape).numel() for shape in target.shapes.values())
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(model_folder.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(path, aside / path.name)
-    for path in (*aside.iterdir(), aside):
-        _sync(path)
-    aside.rename(out)
-    _sync(out.parent)
+    dtype = next(iter(params.values())).dtype
+    files = pack_files({name: Plain(dtype, shape) for name, shape in target.shapes.items()}, max_file_bytes)
+    for file, tensors in files.items():
+        with NewFile(aside / file) as stream:
+            writer = SafetensorsWriter(stream, tensors)
+            for name in tensors:
+                writer.write(_receive(target.shapes[name], by_tensor[name], params, group))
+            writer.close()
+    write_index(aside, files)
+    copy_files(side_files(model_folder), aside)
+    publish(aside, out)
 
 
 def _receive(
@@ -125,28 +116,3 @@ def _receive(
             dist.recv(piece, group=group, group_src=copy.src)
         tensor[slices(copy.dst_box)].copy_(piece)
     return tensor
-
-
-def _pack_files(target: Layout, itemsize: int, max_file_bytes: int) -> dict[str, list[str]]:
-    """Tensor names by file name, in order, each file at most `max_file_bytes` unless one tensor alone is more."""
-    groups: list[list[str]] = []
-    size = max_file_bytes
-    for name, shape in target.shapes.items():
-        n = torch.Size(shape).numel() * itemsize
-        if not groups or size + n > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += n
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
-
-
-def _sync(path: Path) -> None:
-    """Onto the disk, so that the rename that follows never uncovers half-written files."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

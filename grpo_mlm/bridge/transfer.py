@@ -43,16 +43,19 @@ class Bucket:
             start = stop
 
 
-def schedule(plan: Plan, itemsize: int, bucket_bytes: int) -> list[Bucket]:
-    """Every bucket of the plan, in the order in which all ranks treat them.
+def schedule(
+    plan: Plan, itemsize: int, bucket_bytes: int, src: int | None = None, dst: int | None = None
+) -> list[Bucket]:
+    """The buckets of the plan, in the order in which all ranks treat them; of one source or destination, if given.
 
     First buckets of all pairs come before second ones; within a round, pairs that share no rank stand together.
     """
     width = max(len(plan.sources), len(plan.destinations))
     keyed = [
-        (round_, (src + dst) % width, src, dst, Bucket(src, dst, tuple(copies)))
-        for (src, dst), pair in plan.pairs.items()
-        for round_, copies in enumerate(buckets(pair, itemsize, bucket_bytes))
+        (round_, (a + b) % width, a, b, Bucket(a, b, tuple(copies)))
+        for a, b in plan.pairs
+        if src in (None, a) and dst in (None, b)
+        for round_, copies in enumerate(buckets(plan.sends(a, b), itemsize, bucket_bytes))
     ]
     return [bucket for *_, bucket in sorted(keyed, key=lambda entry: entry[:4])]
 

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grpo_mlm.layouts.nearness import Nearness
 from grpo_mlm.layouts.piece_table import Ints
 
 SWEEPS = 50
 """At most so many rounds of weighing the candidate sets against each other; two or three do as a rule."""
+
+Ranks = NDArray[np.int32]
 
 Candidates = tuple[int, ...]
 Group = tuple[Candidates, int]
@@ -35,7 +38,7 @@ class Demand:
 
 def choose_sources(
     demands: Sequence[Demand], holder_sets: Sequence[Candidates], sources: int, near: Nearness
-) -> list[Ints]:
+) -> list[Ranks]:
     """The source rank of every unit: one array `[ranks, u]` for each demand."""
     numbers: dict[Group, int] = {}
     group_of = [_group_units(demand, holder_sets, near, numbers) for demand in demands]
@@ -75,7 +78,9 @@ def water_fill(loads: Ints, units: int, volume: int = 1) -> Ints:
     """How many of `units` of this volume each load takes, so that the lowest loads rise to one level."""
     ascending = np.sort(loads)
     levels = (units * volume + np.cumsum(ascending)) // np.arange(1, len(loads) + 1)
-    level = levels[np.flatnonzero(levels >= ascending)[-1]]  # as many take part as lie below their common level
+    level = levels[
+        np.flatnonzero(levels >= ascending)[-1]
+    ]  # as many take part as lie below their common level
     counts = np.maximum(level - loads, 0) // volume
     rest = units - int(counts.sum())  # less than one for each that takes part
     counts[np.argsort(loads + counts * volume, kind="stable")[:rest]] += 1
@@ -119,7 +124,7 @@ def _group_units(
 
 def _deal(
     demands: Sequence[Demand], group_of: Sequence[Ints], groups: Sequence[Group], shares: Sequence[Ints]
-) -> list[Ints]:
+) -> list[Ranks]:
     """Hand each group's units out in turn, over all destinations at once: what they want at the same point of
     their lists comes from different sources."""
     position = [np.broadcast_to(np.arange(array.shape[1]), array.shape).ravel() for array in group_of]

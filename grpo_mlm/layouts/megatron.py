@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Box, Layout
-from grpo_mlm.layouts.model import ModelSpec, model_weights
+from grpo_mlm.layouts.model import ModelSpec, weights_by_place
 from grpo_mlm.layouts.weights import (
     Cut,
     Kind,
@@ -127,15 +127,16 @@ def megatron_layout(
     """
     _check_heads(spec, par.tp)
     parts: dict[str, Part] = {}
-    weights = model_weights(spec)
+    experts = _experts_of(spec, par, at.ep)
     for chunk in range(par.vpp):
         layers = chunk_layers(spec, par, at.pp, chunk)
         prefix = f"chunk{chunk}." if par.vpp > 1 else ""
-        for weight in weights:
-            if _in_chunk(spec, weight, par, at.pp, chunk, layers) and _in_group(spec, weight, par, at):
-                name = prefix + _local_name(spec, weight, par, layers, naming)
-                tp, rank = (par.tp, at.tp) if weight.expert is None else (par.expert_tp, at.etp)
-                parts[name] = _CUTS[weight.kind](spec, weight, name, tp, rank)
+        for weight in _chunk_weights(spec, par, at.pp, chunk, layers):
+            if weight.expert is not None and weight.expert not in experts:
+                continue
+            name = prefix + _local_name(spec, weight, layers, experts, naming)
+            tp, rank = (par.tp, at.tp) if weight.expert is None else (par.expert_tp, at.etp)
+            parts[name] = _CUTS[weight.kind](spec, weight, name, tp, rank)
     return as_layout(parts)
 
 
@@ -178,31 +179,30 @@ def _check_heads(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def _in_chunk(
-    spec: ModelSpec, weight: Weight, par: MegatronParallel, pp_rank: int, chunk: int, layers: range
-) -> bool:
-    if isinstance(weight.place, int):
-        return weight.place in layers
-    if weight.place == "embedding":
-        return (pp_rank, chunk) == (0, 0)
-    # A tied head is the embedding itself where one stage has both; else the last stage keeps its own copy.
-    tied_head = spec.tied and weight.kind == "vocab"
-    return (pp_rank, chunk) == (par.pp - 1, par.vpp - 1) and not (tied_head and par.pp == 1)
+def _chunk_weights(
+    spec: ModelSpec, par: MegatronParallel, pp_rank: int, chunk: int, layers: range
+) -> Iterator[Weight]:
+    """The weights of one chunk, those of all its experts among them."""
+    by_place = weights_by_place(spec)
+    if (pp_rank, chunk) == (0, 0):
+        yield from by_place["embedding"]
+    for layer in layers:
+        yield from by_place[layer]
+    if (pp_rank, chunk) == (par.pp - 1, par.vpp - 1):
+        # A tied head is the embedding itself where one stage has both; else the last stage keeps its own copy.
+        shared = spec.tied and par.pp == 1
+        yield from (weight for weight in by_place["head"] if not (shared and weight.kind == "vocab"))
 
 
-def _in_group(spec: ModelSpec, weight: Weight, par: MegatronParallel, at: Coordinates) -> bool:
-    """Whether an expert is one of this rank's; weights outside of experts are on all."""
-    if weight.expert is None:
-        return True
-    return weight.expert // _local_experts(spec, par) == at.ep
+def _experts_of(spec: ModelSpec, par: MegatronParallel, ep_rank: int) -> range:
+    """Numbers of the rank's experts; none in a dense model."""
+    if spec.moe is None:
+        return range(0)
+    each = share(spec.moe.experts, par.ep, f"{spec.family}: number of experts")
+    return range(ep_rank * each, (ep_rank + 1) * each)
 
 
-def _local_experts(spec: ModelSpec, par: MegatronParallel) -> int:
-    assert spec.moe is not None
-    return share(spec.moe.experts, par.ep, f"{spec.family}: number of experts")
-
-
-def _local_name(spec: ModelSpec, weight: Weight, par: MegatronParallel, layers: range, naming: Naming) -> str:
+def _local_name(spec: ModelSpec, weight: Weight, layers: range, experts: range, naming: Naming) -> str:
     if not isinstance(weight.place, int):
         return weight.megatron
     name = weight.megatron
@@ -213,7 +213,7 @@ def _local_name(spec: ModelSpec, weight: Weight, par: MegatronParallel, layers: 
     if weight.expert is not None:
         if naming.grouped:  # local_experts.3.linear_fc1.weight -> linear_fc1.weight3
             name = name.replace("local_experts.{expert}.", "") + "{expert}"
-        name = name.replace("{expert}", str(weight.expert % _local_experts(spec, par)))
+        name = name.replace("{expert}", str(weight.expert - experts.start))
     return name.replace("{layer}", str(weight.place - layers.start))
 
 

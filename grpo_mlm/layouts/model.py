@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
 
 from grpo_mlm.errors import UserError
@@ -10,7 +12,7 @@ from grpo_mlm.layouts.families import FAMILIES
 from grpo_mlm.layouts.spec import ModelSpec, Rope
 from grpo_mlm.layouts.weights import Shape, Weight
 
-__all__ = ["ModelSpec", "Rope", "canonical_tensors", "model_weights", "read_model_spec"]
+__all__ = ["ModelSpec", "Rope", "canonical_tensors", "model_weights", "read_model_spec", "weights_by_place"]
 
 
 def read_model_spec(folder: Path | str) -> ModelSpec:
@@ -29,9 +31,19 @@ def read_model_spec(folder: Path | str) -> ModelSpec:
         raise UserError(f"{folder}: {error}") from error
 
 
-def model_weights(spec: ModelSpec) -> list[Weight]:
+@lru_cache(maxsize=4)  # a mixture of experts has tens of thousands, and every rank's layout is made of them
+def model_weights(spec: ModelSpec) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of computation."""
-    return list(FAMILIES[spec.family].weights(spec))
+    return tuple(FAMILIES[spec.family].weights(spec))
+
+
+@lru_cache(maxsize=4)
+def weights_by_place(spec: ModelSpec) -> dict[int | str, list[Weight]]:
+    """The same weights by the layer that owns them, "embedding" or "head"."""
+    by_place: dict[int | str, list[Weight]] = defaultdict(list)
+    for weight in model_weights(spec):
+        by_place[weight.place].append(weight)
+    return by_place
 
 
 def canonical_tensors(spec: ModelSpec) -> dict[str, Shape]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_mlm.layouts.coverage import subtract
 from grpo_mlm.layouts.boxes import Box, intersect
+from grpo_mlm.layouts.coverage import subtract
 from grpo_mlm.layouts.piece_table import Bools, Ints, PieceTable, as_box, meeting, rectangles, sums, volumes
 
 

@@ -45,9 +45,7 @@ def tabulate(layout: Layout, numbers: Numbers) -> PieceTable:
     box = rectangles(p.box for p in pieces)
     corner = np.array([(*p.at, 0, 0)[:2] for p in pieces], dtype=np.int64).reshape(-1, 2)
     height, width = box[:, 1] - box[:, 0], box[:, 3] - box[:, 2]
-    local_box = np.stack(
-        [corner[:, 0], corner[:, 0] + height, corner[:, 1], corner[:, 1] + width], axis=1
-    )
+    local_box = np.stack([corner[:, 0], corner[:, 0] + height, corner[:, 1], corner[:, 1] + width], axis=1)
     order = np.lexsort((corner[:, 1], corner[:, 0], local))
     return PieceTable(layout, order, tensor[order], box[order], local[order], local_box[order])
 

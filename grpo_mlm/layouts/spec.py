@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -15,7 +15,7 @@ class Rope:
     """
 
     theta: float
-    scaling: dict[str, Any] | None = None
+    scaling: dict[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True)

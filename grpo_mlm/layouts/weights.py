@@ -7,7 +7,7 @@ Where a side lays a kind out in its own way (the fused q, k, v) it brings its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from grpo_mlm.errors import UserError
@@ -103,7 +103,7 @@ def pile(parts: Iterable[Part]) -> Part:
     parts = list(parts)
     pieces, fills, start = [], [], 0
     for part in parts:
-        pieces += [replace(piece, at=(piece.at[0] + start, *piece.at[1:])) for piece in part.pieces]
+        pieces += [Piece(p.tensor, p.box, p.local, (p.at[0] + start, *p.at[1:])) for p in part.pieces]
         fills += [rows(((start, start), *box[1:]), *box[0]) for box in part.fills]
         start += part.shape[0]
     return Part((start, *parts[0].shape[1:]), tuple(pieces), tuple(fills))

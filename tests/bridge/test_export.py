@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from grpo_mlm.bridge.export import export_hf
-from grpo_mlm.bridge.hf_files import load_layout, tensor_files
+from grpo_mlm.bridge.hf_files import load_layout
+from grpo_mlm.bridge.hf_index import tensor_files
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
 from grpo_mlm.layouts.model import read_model_spec

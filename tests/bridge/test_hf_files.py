@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from grpo_mlm.bridge.hf_files import check_headers, hub_folder, load_layout, tensor_files
+from grpo_mlm.bridge.hf_files import check_headers, hub_folder, load_layout
+from grpo_mlm.bridge.hf_index import tensor_files
 from grpo_mlm.errors import RunFailure, UserError
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts

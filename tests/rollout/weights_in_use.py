@@ -1,7 +1,7 @@
 """What a vLLM worker computes with, read back through its own kernels, and the same slices cut by hand.
 
 On a CPU the weights of linear layers live packed inside a kernel's handle; the layer's answer to the identity
-matrix is the transposed weight, exactly.
+matrix is the transposed weight, exactly. Experts are packed in place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from torch import Tensor
 
 
 def weights_in_use(worker: Any) -> dict[str, Tensor]:
-    """Runs inside each worker: local weights `[out, in]` by vLLM's names, the head's too where it is tied."""
+    """Runs inside each worker: local weights `[out, in]` by vLLM's names, the head's too where it is tied.
+
+    Experts come as the kernel has packed them; two engines can be compared by them.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -27,6 +31,8 @@ def weights_in_use(worker: Any) -> dict[str, Tensor]:
                 found[name] = module.quant_method.apply(
                     module, torch.eye(module.embedding_dim)
                 ).T.contiguous()
+            elif isinstance(module, RoutedExperts):
+                found |= {f"{name}.{leaf}": param.clone() for leaf, param in module.named_parameters()}
             elif isinstance(module, VocabParallelEmbedding) or "norm" in name:
                 found[name] = module.weight.detach().clone()
     return found

@@ -1,0 +1,87 @@
+"""Files and folders that are on the disk, whole, once they are seen."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def sync(path: Path) -> None:
+    """Onto the disk, so that a rename that follows never uncovers half-written files."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(aside: Path, out: Path) -> None:
+    """Rename a finished folder and see to it that the rename lasts; its files are on the disk already."""
+    sync(aside)
+    aside.rename(out)
+    sync(out.parent)
+
+
+def side_files(folder: Path) -> list[Path]:
+    """What a model folder holds beside its weights: config, tokenizer, chat template, licence."""
+    return [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(_WEIGHT_FILES)]
+
+
+def copy_files(files: list[Path], folder: Path, skip: Callable[[str], bool] = lambda _: False) -> None:
+    """Byte for byte, onto the disk."""
+    for path in files:
+        if not skip(path.name):
+            shutil.copyfile(path, folder / path.name)
+            sync(folder / path.name)
+
+
+class NewFile(io.RawIOBase):
+    """A file that is written front to back, and is on the disk when its `with` ends well. Hashed on the way if asked."""
+
+    def __init__(self, path: Path, with_hash: bool = False) -> None:
+        self.path, self.nbytes = path, 0
+        self._hash = hashlib.sha256() if with_hash else None
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    @property
+    def sha256(self) -> str:
+        """Of what is written so far; `with_hash` only."""
+        assert self._hash is not None
+        return self._hash.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """All of `data`, any bytes-like object."""
+        view = memoryview(data).cast("B")
+        if self._hash is not None:
+            self._hash.update(view)
+        total = len(view)
+        while len(view):
+            view = view[os.write(self._handle, view) :]
+        self.nbytes += total
+        return total
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def writable(self) -> bool:
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: BaseException | TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._handle)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._handle)
+        super().close()

@@ -1,0 +1,106 @@
+"""Puts the target's tensors together from slices of the source, some rows at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from grpo_mlm.bridge.store import TensorStore
+from grpo_mlm.errors import UserError
+from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices
+from grpo_mlm.layouts.copies import Copy
+
+Rows = tuple[int, int]
+
+
+class Gather:
+    """Blocks of rows of the target's tensors, in their dtypes; padding is zero. Safe in threads.
+
+    Holds at most one block and the slices that it is made of, however large the tensors are.
+    """
+
+    def __init__(
+        self, store: TensorStore, target: Layout, copies: Iterable[Copy], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self._store, self._target, self._dtypes = store, target, dtypes
+        self._copies: dict[str, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            self._copies[copy.dst_local].append(copy)
+        self._starts: dict[str, list[int]] = {}
+        self._tallest: dict[str, int] = {}
+        for name, held in self._copies.items():
+            held.sort(key=lambda copy: copy.dst_box)
+            self._starts[name] = [copy.dst_box[0][0] for copy in held]
+            self._tallest[name] = max(stop - start for start, stop in (copy.dst_box[0] for copy in held))
+
+    def block(self, name: str, rows: Rows) -> Tensor:
+        """Rows of one tensor: `[stop - start, ...]`, contiguous."""
+        shape, dtype = self._target.shapes[name], self._dtypes[name]
+        whole = (rows, *((0, n) for n in shape[1:]))
+        out: Tensor | None = None
+        for copy, box in self._inside(name, whole):
+            piece = self._store.read(copy.src_local, _source_box(copy, box))
+            if box == whole:
+                return piece.to(dtype)
+            if out is None:
+                out = torch.zeros([stop - start for start, stop in whole], dtype=dtype)
+            out[slices(_shifted(box, -rows[0]))] = piece
+        return torch.zeros([stop - start for start, stop in whole], dtype=dtype) if out is None else out
+
+    def _inside(self, name: str, whole: Box) -> Iterator[tuple[Copy, Box]]:
+        """The copies that touch these rows, each with the part of the rows that it fills."""
+        starts = self._starts.get(name, [])
+        first = bisect_left(starts, whole[0][0] - self._tallest.get(name, 0))
+        for copy in self._copies[name][first : bisect_left(starts, whole[0][1])]:
+            box = intersect(copy.dst_box, whole)
+            if box is not None:
+                yield copy, box
+
+
+def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[Rows]:
+    """Rows of a tensor in blocks of at most `block_bytes`, one row at least."""
+    step = max(1, block_bytes // max(1, itemsize * prod(shape[1:])))
+    return list(pairwise([*range(0, shape[0], step), shape[0]]))
+
+
+def target_dtypes(
+    store: TensorStore, target: Layout, copies: Iterable[Copy], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Dtype of each of the target's tensors: `dtype`, or where that is None the one that its slices are stored in.
+
+    UserError where slices of one tensor are stored in several.
+    """
+    if dtype is not None:
+        return dict.fromkeys(target.shapes, dtype)
+    found: dict[str, tuple[torch.dtype, str]] = {}
+    for copy in copies:
+        stored = store.dtype(copy.src_local)
+        known, of = found.setdefault(copy.dst_local, (stored, copy.src_local))
+        if known != stored:
+            raise UserError(
+                f"{copy.dst_local} would hold {of} ({_name(known)}) and {copy.src_local} ({_name(stored)}); "
+                "choose one dtype for all with --dtype"
+            )
+    return {name: found[name][0] for name in target.shapes}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _source_box(copy: Copy, box: Box) -> Box:
+    """Where part `box` of the target's tensor, inside of the copy, lies in the source's."""
+    moves = (a - b for (a, _), (b, _) in zip(copy.src_box, copy.dst_box, strict=True))
+    return tuple((start + move, stop + move) for (start, stop), move in zip(box, moves, strict=True))
+
+
+def _shifted(box: Box, by: int) -> Box:
+    """The box `by` rows further down."""
+    (start, stop), *rest = box
+    return ((start + by, stop + by), *rest)
