@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,8 @@ INDEX, BACKEND_FILE = ".metadata", "metadata.json"
 
 _DCP = "torch.distributed.checkpoint."
 _RECORDS = {
-    _DCP + "metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    _DCP
+    + "metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     _DCP + "filesystem": "_StorageInfo _StoragePrefix",
     _DCP + "planner": "SavePlan WriteItem WriteItemType TensorWriteData",
@@ -104,7 +104,9 @@ def read_index(folder: Path, wanted: Callable[[str], bool]) -> dict[str, StoredT
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; without it the checkpoint is incomplete") from error
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}; without it the checkpoint is incomplete"
+        ) from error
     try:
         index = IndexUnpickler(io.BytesIO(content)).load()
         return _tensors(index, wanted)
@@ -139,7 +141,18 @@ def _tensors(index: Any, wanted: Callable[[str], bool]) -> dict[str, StoredTenso
         for chunk in stored["chunks"]:
             offsets, sizes = chunk["offsets"], chunk["sizes"]
             place = places[name, offsets]
-            chunks.append(Chunk(offsets, sizes, place["relative_path"], place["offset"], place["length"]))
+            chunk = Chunk(offsets, sizes, place["relative_path"], int(place["offset"]), int(place["length"]))
+            _check_chunk(name, stored["size"], chunk)
+            chunks.append(chunk)
         dtype, *_ = stored["properties"].fields
         tensors[name] = StoredTensor(stored["size"], dtype, tuple(chunks))
     return tensors
+
+
+def _check_chunk(name: str, shape: tuple[int, ...], chunk: Chunk) -> None:
+    """ValueError: a box that does not lie in the tensor, or a file elsewhere."""
+    for start, n, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True):
+        if not 0 <= start < start + n <= whole:
+            raise ValueError(f"chunk {chunk.offsets} + {chunk.sizes} of {name} does not lie in {shape}")
+    if Path(chunk.file).name != chunk.file or chunk.start < 0 or chunk.length < 0:
+        raise ValueError(f"{name} lies in {chunk.file!r} at {chunk.start}, expected a file of this folder")

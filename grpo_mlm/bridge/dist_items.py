@@ -91,7 +91,9 @@ def locate(handle: int, start: int, length: int, sizes: tuple[int, ...], dtype: 
     except (TypeError, ValueError) as error:
         raise ItemError(f"its description of the tensor is damaged: {error}") from error
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != prod(sizes) * dtype.itemsize:
-        raise ItemError(f"its storage has {entry.file_size} bytes, not {prod(sizes) * dtype.itemsize} uncompressed")
+        raise ItemError(
+            f"its storage has {entry.file_size} bytes, not {prod(sizes) * dtype.itemsize} uncompressed"
+        )
     header = os.pread(handle, _HEADER_BYTES, start + entry.header_offset)
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     first = entry.header_offset + _HEADER_BYTES + names

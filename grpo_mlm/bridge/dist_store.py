@@ -1,70 +1,51 @@
-"""The weights of a Megatron distributed checkpoint (`torch_dist`), read slice by slice: `store.py` for its files.
-
-A stored tensor lies in chunks, boxes of any grid over any files. Every chunk is cut into runs: consecutive rows of the
-tensor's merged form that are consecutive in the chunk too. A slice is read from the runs that it meets.
-"""
+"""The weights of a Megatron distributed checkpoint (`torch_dist`), read slice by slice: `store.py` for its files."""
 
 from __future__ import annotations
 
-import os
-import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import product
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_mlm.bridge.dist_files import OpenFiles
 from grpo_mlm.bridge.dist_format import Chunk, StoredTensor, read_index
 from grpo_mlm.bridge.dist_items import ItemError, locate
+from grpo_mlm.bridge.dist_runs import Run, Runs
 from grpo_mlm.errors import NamesDiffer, UserError
 from grpo_mlm.layouts.boxes import Box
-from grpo_mlm.layouts.megatron_dist import is_model_key, stored_layout
+from grpo_mlm.layouts.megatron_dist import DistLayout, is_model_key, stored_layout
 from grpo_mlm.layouts.model import ModelSpec
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _BLOCK_BYTES = 4 << 20  # of whole rows of a chunk, where only some of their columns are wanted
 
 
-class Run(NamedTuple):
-    """Rows [first, last) of columns [left, right) of a tensor's merged form lie in `chunk` from its row `row` on."""
-
-    first: int
-    last: int
-    left: int
-    right: int
-    chunk: Chunk
-    row: int
-
-
 class DistStore:
-    """A checkpoint that is proven to be what config.json describes: names, shapes, dtypes, files there and long enough.
+    """A checkpoint that is proven to be what config.json describes: names, shapes, dtypes, files long enough.
 
-    `skipped` are the keys that `allow_missing`, glob patterns, let pass. UserError as `read_index`, or a file that is
-    missing or cut short, or chunks that do not make a tensor. NamesDiffer as `stored_layout`.
+    The optimizer, states of random generators and modules' `_extra_state` are left aside. `skipped` are the keys that
+    `allow_missing`, glob patterns, lets pass: missing ones and unknown ones.
+
+    UserError as `read_index`, a file that is missing or cut short, a tensor that is not whole or no float. NamesDiffer
+    as `stored_layout`.
     """
+
+    layout: DistLayout
 
     def __init__(self, folder: Path, spec: ModelSpec, allow_missing: Sequence[str] = ()) -> None:
         self.folder = folder
         tensors = read_index(folder, is_model_key)
+        shapes = {name: stored.shape for name, stored in tensors.items()}
         try:
-            shapes = {name: stored.shape for name, stored in tensors.items()}
             self.layout, self.skipped = stored_layout(spec, shapes, allow_missing)
         except NamesDiffer as error:
             raise NamesDiffer(f"{folder}: {error}") from error
         self._tensors = {name: tensors[name] for name in self.layout.shapes}
         _check_files(folder, self._tensors)
-        self._runs: dict[str, list[Run]] = {}
-        for name, stored in self._tensors.items():
-            if stored.dtype not in _DTYPES:
-                raise UserError(f"{folder}: {name} is stored as {stored.dtype}, which is no dtype that can be trained")
-            self._runs[name] = sorted(_runs(stored, len(self.layout.shapes[name])), key=lambda run: run[:4])
-        self._longest = {name: max(r.last - r.first for r in runs) for name, runs in self._runs.items()}
-        self._located: dict[tuple[str, int], int] = {}
-        self._open = _OpenFiles()
+        self._runs = {name: _checked_runs(self, name) for name in self._tensors}
+        self._places: dict[tuple[str, int], int] = {}  # by file and start of the chunk
+        self._open = OpenFiles()
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one stored tensor."""
@@ -81,47 +62,73 @@ class DistStore:
         (top, bottom), (left, right) = box if len(box) == 2 else (*box, (0, 1))
         rows = out.view(bottom - top, right - left)
         filled = 0
-        for run in self._meeting(name, top, bottom):
-            a, b = max(run.first, top), min(run.last, bottom)
-            c, d = max(run.left, left), min(run.right, right)
-            if a < b and c < d:
-                self._read_run(name, run, a, (c, d), rows[a - top : b - top, c - left : d - left])
-                filled += (b - a) * (d - c)
+        for run in self._runs[name].meeting(top, bottom):
+            first, last = max(run.first, top), min(run.last, bottom)
+            a, b = max(run.left, left), min(run.right, right)
+            if first < last and a < b:
+                part = rows[first - top : last - top, a - left : b - left]
+                self._read_run(name, run, first, a, part)
+                filled += part.numel()
         if filled != out.numel():
-            raise UserError(f"{self.folder}: the chunks of {name} hold {filled} of {out.numel()} elements of {box}")
+            raise UserError(f"{self.folder}: chunks of {name} overlap or leave gaps in {box}")
         return out
 
-    def _meeting(self, name: str, top: int, bottom: int) -> Iterator[Run]:
-        """The runs with rows in [top, bottom), and few others."""
-        runs = self._runs[name]
-        for i in range(bisect_left(runs, top - self._longest[name], key=lambda run: run.first), len(runs)):
-            if runs[i].first >= bottom:
-                return
-            yield runs[i]
-
-    def _read_run(self, name: str, run: Run, first: int, columns: tuple[int, int], out: Tensor) -> None:
-        """Rows of the tensor from `first` on, `columns` of them, into `out`."""
-        path, width, itemsize = self.folder / run.chunk.file, run.right - run.left, out.itemsize
-        handle = self._open.handle(path)
-        at = self._locate(name, run.chunk, handle) + (run.row + first - run.first) * width * itemsize
-        if out.is_contiguous() and columns == (run.left, run.right):
-            _read_bytes(path, handle, at, out)
+    def _read_run(self, name: str, run: Run, first: int, left: int, out: Tensor) -> None:
+        """Rows of the tensor from `first` on, columns from `left` on, all of `out`."""
+        width = run.right - run.left
+        row_bytes = width * out.itemsize
+        path = self.folder / run.chunk.file
+        at = self._place(name, run.chunk) + (run.row + first - run.first) * row_bytes
+        if out.shape[1] == width and out.is_contiguous():
+            self._open.read(path, at, out)
             return
-        step = max(1, _BLOCK_BYTES // (width * itemsize))
-        block = torch.empty((min(step, len(out)), width), dtype=out.dtype)
+        step = min(max(1, _BLOCK_BYTES // row_bytes), len(out))
+        block = torch.empty((step, width), dtype=out.dtype)
         for start in range(0, len(out), step):
             n = min(step, len(out) - start)
-            _read_bytes(path, handle, at + start * width * itemsize, block[:n])
-            out[start : start + n] = block[:n, columns[0] - run.left : columns[1] - run.left]
+            self._open.read(path, at + start * row_bytes, block[:n])
+            columns = slice(left - run.left, left - run.left + out.shape[1])
+            out[start : start + n] = block[:n, columns]
 
-    def _locate(self, name: str, chunk: Chunk, handle: int) -> int:
+    def _place(self, name: str, chunk: Chunk) -> int:
         """Position of a chunk's first number in its file."""
         key = chunk.file, chunk.start
-        if key not in self._located:
+        if key not in self._places:
+            path = self.folder / chunk.file
             try:
-                self._located[key] = locate(handle, chunk.start, chunk.length, chunk.sizes, self.dtype(name))
+                handle = self._open.handle(path)
+                self._places[key] = locate(handle, chunk.start, chunk.length, chunk.sizes, self.dtype(name))
             except (ItemError, OSError) as error:
+                raise UserError(f"{path} is damaged at {name}, offsets {chunk.offsets}: {error}") from error
+        return self._places[key]
+
+
+def _checked_runs(store: DistStore, name: str) -> Runs:
+    stored = store._tensors[name]
+    if stored.dtype not in _DTYPES:
+        raise UserError(
+            f"{store.folder}: {name} is stored as {stored.dtype}; only float dtypes can be trained"
+        )
+    try:
+        return Runs(stored, len(store.layout.shapes[name]))
+    except ValueError as error:
+        raise UserError(f"{store.folder}: {name} is not whole: {error}") from error
+
+
+def _check_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """UserError: a file is not there or ends before its last item."""
+    sizes: dict[str, int] = {}
+    for name, stored in tensors.items():
+        for chunk in stored.chunks:
+            if chunk.file not in sizes:
+                try:
+                    sizes[chunk.file] = (folder / chunk.file).stat().st_size
+                except OSError as error:
+                    raise UserError(
+                        f"{folder / chunk.file} with {name} cannot be read: {error.strerror}"
+                    ) from error
+            if chunk.start + chunk.length > sizes[chunk.file]:
                 raise UserError(
-                    f"{self.folder / chunk.file} is damaged where {name} {chunk.offsets} should be: {error}"
-                ) from error
-        return self._located[key]
+                    f"{folder / chunk.file} is cut short: {name}, offsets {chunk.offsets}, ends at byte "
+                    f"{chunk.start + chunk.length} of {sizes[chunk.file]}"
+                )

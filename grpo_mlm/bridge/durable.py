@@ -44,7 +44,7 @@ def copy_files(files: list[Path], folder: Path, skip: Callable[[str], bool] = la
 
 
 class NewFile(io.RawIOBase):
-    """A file that is written front to back, and is on the disk when its `with` ends well. Hashed on the way if asked."""
+    """A file that is written front to back, hashed on the way if asked, and on the disk when its `with` ends well."""
 
     def __init__(self, path: Path, with_hash: bool = False) -> None:
         self.path, self.nbytes = path, 0

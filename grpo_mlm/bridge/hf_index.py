@@ -69,7 +69,8 @@ def pack_files(tensors: Mapping[str, Plain], max_file_bytes: int) -> dict[str, d
     if len(groups) == 1:
         return {SINGLE: file_order(groups[0])}
     return {
-        f"model-{i:05}-of-{len(groups):05}.safetensors": file_order(group) for i, group in enumerate(groups, 1)
+        f"model-{i:05}-of-{len(groups):05}.safetensors": file_order(group)
+        for i, group in enumerate(groups, 1)
     }
 
 

@@ -5,9 +5,6 @@ Files are read by `pread`, not mapped: pages of a mapped file count as this proc
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_mlm.bridge.dist_files import OpenFiles
 from grpo_mlm.bridge.hf_index import stored_tensors
 from grpo_mlm.bridge.safetensors_header import DTYPES, Stored
 from grpo_mlm.errors import NamesDiffer, UserError
@@ -46,7 +44,7 @@ class HFStore:
             _check_tensor(spec, name, self._stored[name], shape)
         # Files hold every canonical tensor whole; a tied head comes after the embedding that it repeats.
         self._homes = {piece.tensor: piece for piece in reversed(self.layout.pieces)}
-        self._open = _OpenFiles()
+        self._open = OpenFiles()
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one stored tensor."""
@@ -61,13 +59,13 @@ class HFStore:
         (top, bottom), width = box[0], volume(((0, 1), *((0, n) for n in shape[1:])))
         row_bytes = width * out.itemsize
         if len(box) == 1 or box[1] == (0, width):
-            self._read_bytes(stored, top * row_bytes, out)
+            self._open.read(stored.path, stored.start + top * row_bytes, out)
             return out
         step = max(1, _BLOCK_BYTES // row_bytes)
         rows = torch.empty((min(step, bottom - top), width), dtype=out.dtype)
         for row in range(top, bottom, step):
             n = min(step, bottom - row)
-            self._read_bytes(stored, row * row_bytes, rows[:n])
+            self._open.read(stored.path, stored.start + row * row_bytes, rows[:n])
             out[row - top : row - top + n] = rows[:n, slice(*box[1])]
         return out
 
@@ -79,42 +77,6 @@ class HFStore:
     def files(self) -> list[Path]:
         """The files with the weights, in order."""
         return sorted({stored.path for stored in self._stored.values()})
-
-    def _read_bytes(self, stored: Stored, offset: int, out: Tensor) -> None:
-        """Bytes of one tensor from `offset` on into all of `out`, which is contiguous."""
-        left = memoryview(out.view(-1).view(torch.uint8).numpy())
-        handle, at = self._open.handle(stored.path), stored.start + offset
-        while len(left):
-            try:
-                n = os.preadv(handle, [left], at)
-            except OSError as error:
-                raise UserError(f"{stored.path} cannot be read: {error}") from error
-            if n == 0:
-                raise UserError(f"{stored.path} was cut short while it was read")
-            left, at = left[n:], at + n
-
-
-class _OpenFiles:
-    """Open files by path, closed when nobody needs them any more. `pread` shares a handle among threads."""
-
-    def __init__(self) -> None:
-        self._handles: dict[Path, int] = {}
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._handles)
-
-    def handle(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._handles:
-                try:
-                    self._handles[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise UserError(f"{path} cannot be read: {error}") from error
-            return self._handles[path]
-
-
-def _close_all(handles: dict[Path, int]) -> None:
-    for handle in handles.values():
-        os.close(handle)
 
 
 def without(layout: Layout, names: Collection[str]) -> Layout:

@@ -64,7 +64,7 @@ class SafetensorsWriter:
 
     def write(self, values: Tensor) -> None:
         """The next elements: contiguous, in host memory, of the dtype of the tensor that they belong to."""
-        self._file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Nothing follows."""

@@ -15,7 +15,11 @@ class TensorStore(Protocol):
     """One set of stored weights. Boxes are in the stored tensor's matrix form, as in its `layout`."""
 
     folder: Path
-    layout: Layout  # stored names, and the canonical boxes that each holds
+
+    @property
+    def layout(self) -> Layout:
+        """Stored names, and the canonical boxes that each holds."""
+        ...
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one stored tensor."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +16,6 @@ from types import TracebackType
 from typing import Any
 
 from grpo_mlm.errors import UserError
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,40 +31,52 @@ class FileRecord:
 
 
 class Journal:
-    """The open journal of the job `fingerprint` in `folder`; its lock keeps a second process away.
+    """The open journal of the job `fingerprint`, whose files go to `folder`. It lies beside the folder.
 
-    UserError: the folder holds another job's files, or another process works on it.
+    `done` are the files that are whole. With `restart` all earlier ones are deleted. A lock keeps a second process
+    away. UserError: the folder holds another job's files, or another process works on it.
     """
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path, fingerprint: str, restart: bool = False) -> None:
+        self.folder, self.path = folder, folder.with_name(folder.name + ".journal")
         self.done: dict[str, FileRecord] = {}
-        self._folder, self._writing = folder, threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
-        strange = not (folder / JOURNAL).exists() and any(folder.iterdir())
-        self._file = (folder / JOURNAL).open("a+b")
+        self._writing = threading.Lock()
+        self._file = self.path.open("a+b")
         try:
             self._lock()
-            lines = self._lines()
-            if strange or (lines and lines[0] != {"job": fingerprint}):
-                raise UserError(
-                    f"{folder} holds files of another conversion (other source, options or version); "
-                    "pass --restart to delete them, or choose another output folder"
-                )
-            for line in lines[1:]:
-                record = FileRecord(**line)
-                if self._is_whole(record):
-                    self.done[record.file] = record
-            if not lines:
-                self._append({"job": fingerprint})
+            if restart:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():  # a journal without it is what a finished job left
+                self._file.truncate(0)
+            folder.mkdir(exist_ok=True)
+            self._resume(fingerprint)
         except BaseException:
             self._file.close()
             raise
+
+    def _resume(self, fingerprint: str) -> None:
+        lines = self._lines()
+        if lines[:1] != [{"job": fingerprint}] and (lines or any(self.folder.iterdir())):
+            raise UserError(
+                f"{self.folder} holds files of another conversion (other source, options or version); "
+                "pass --restart to delete them, or choose another output folder"
+            )
+        if not lines:
+            self._append({"job": fingerprint})
+        for record in (FileRecord(**line) for line in lines[1:]):
+            path = self.folder / record.file
+            if path.is_file() and path.stat().st_size == record.bytes:
+                self.done[record.file] = record
 
     def add(self, record: FileRecord) -> None:
         """Note a finished file, on the disk when this returns. Called from several threads."""
         with self._writing:
             self._append(asdict(record))
             self.done[record.file] = record
+
+    def remove(self) -> None:
+        """The job is finished."""
+        self.path.unlink()
 
     def __enter__(self) -> Journal:
         return self
@@ -77,7 +88,7 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{self._folder}: another process is converting into it; wait for it") from error
+            raise UserError(f"{self.folder}: another process is converting into it; wait for it") from error
 
     def _lines(self) -> list[Any]:
         """Whole lines; what a kill left of the last one is cut off."""
@@ -88,13 +99,7 @@ class Journal:
         try:
             return [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
-            raise UserError(
-                f"{self._folder / JOURNAL} is damaged: {error}; pass --restart to begin again"
-            ) from error
-
-    def _is_whole(self, record: FileRecord) -> bool:
-        path = self._folder / record.file
-        return path.is_file() and path.stat().st_size == record.bytes
+            raise UserError(f"{self.path} is damaged: {error}; pass --restart to begin again") from error
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

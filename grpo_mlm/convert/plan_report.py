@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 
 import torch
 
+from grpo_mlm.bridge.hf_store import without
 from grpo_mlm.convert.open import Weights
 from grpo_mlm.convert.options import TORCH_DTYPES, Options
 from grpo_mlm.convert.plan_rows import Row, rows_of
 from grpo_mlm.convert.plan_targets import FILES, Target, rank_layouts
+from grpo_mlm.convert.resources import memory_budget
 from grpo_mlm.convert.target import DistTarget, HFTarget
+from grpo_mlm.convert.workers import BLOCKS_IN_FLIGHT
 from grpo_mlm.layouts.boxes import Layout, volume
 from grpo_mlm.layouts.hf import hf_layout
 from grpo_mlm.layouts.megatron_dist import DistLayout, dist_layout
@@ -107,17 +110,18 @@ def plan_target(weights: Weights, target: Target, options: Options, disk_speed: 
     UserError where the model cannot be cut as the target asks.
     """
     homes = {piece.tensor: piece.local for piece in reversed(weights.store.layout.pieces)}
-    world = [_fitting(layout, homes.keys()) for layout in _layouts(weights, target)]
     ranks: dict[int, list[int]] = {}  # by layout, which replicas share
-    for rank, layout in enumerate(world):
+    layouts: dict[int, Layout] = {}
+    for rank, layout in enumerate(_layouts(weights, target)):
         ranks.setdefault(id(layout), []).append(rank)
-    distinct = {id(layout): layout for layout in world}
+        layouts[id(layout)] = layout
     rows: list[Row] = []
-    totals = []
-    for key, layout in distinct.items():
-        mine = rows_of(layout, homes, _dtypes(weights, layout, homes, options), tuple(ranks[key]))
+    totals: list[RankTotals] = []
+    read = 0
+    for key, layout in layouts.items():
+        each, held = len(ranks[key]), _without_missing(layout, homes.keys())
+        mine = rows_of(held, homes, _dtypes(weights, held, homes, options), tuple(ranks[key]))
         rows += mine
-        each = len(ranks[key])
         totals.append(
             RankTotals(
                 ranks=tuple(ranks[key]),
@@ -126,11 +130,9 @@ def plan_target(weights: Weights, target: Target, options: Options, disk_speed: 
                 padding_bytes=sum(row.padding_bytes for row in mine) // each,
             )
         )
-    read = sum(
-        len(ranks[key]) * volume(piece.box) * weights.store.dtype(homes[piece.tensor]).itemsize
-        for key, layout in distinct.items()
-        for piece in layout.pieces
-    )
+        read += each * sum(
+            volume(piece.box) * weights.store.dtype(homes[piece.tensor]).itemsize for piece in held.pieces
+        )
     written = sum(row.bytes for row in rows)
     is_files = target.kind in FILES
     complete = homes.keys() == canonical_tensors(weights.spec).keys()
@@ -138,11 +140,11 @@ def plan_target(weights: Weights, target: Target, options: Options, disk_speed: 
         target=target,
         rows=tuple(rows),
         ranks=() if is_files else tuple(totals),
-        files=_files(weights, target, world[0], homes, options) if is_files else {},
+        files=_files(weights, held, homes, options) if is_files else {},
         read_bytes=read,
-        peak_memory_bytes=_peak_memory(written, options) if is_files else max(one.bytes for one in totals),
+        peak_memory_bytes=_peak_memory(held, written, options) if is_files else max(one.bytes for one in totals),
         seconds=(read + written) / disk_speed if is_files else None,
-        digest=make_plan([weights.store.layout], list(distinct.values())).digest if complete else None,
+        digest=make_plan([weights.store.layout], list(layouts.values())).digest if complete else None,
     )
 
 
@@ -155,14 +157,13 @@ def _layouts(weights: Weights, target: Target) -> list[Layout]:
     return rank_layouts(target, weights.spec)
 
 
-_FITTED: dict[int, tuple[Layout, Layout]] = {}
-
-
-def _fitting(layout: Layout, known: Iterable[str]) -> Layout:
+def _without_missing(layout: Layout, known: Collection[str]) -> Layout:
     """The layout less the tensors that need what the source has not."""
-    known = set(known)
     short = {piece.local for piece in layout.pieces if piece.tensor not in known}
-    return layout
+    if not short:
+        return layout
+    kept = without(layout, short)
+    return replace(layout, shapes=kept.shapes, pieces=kept.pieces, fills=kept.fills)
 
 
 def _dtypes(
@@ -182,18 +183,20 @@ def _dtypes(
 
 
 def _files(
-    weights: Weights, target: Target, layout: Layout, homes: Mapping[str, str], options: Options
+    weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options
 ) -> dict[str, int]:
     """Bytes of tensors in each file that would be written."""
     dtypes = _dtypes(weights, layout, homes, options)
-    block = max(1, options.memory_limit // options.workers)
+    block = memory_budget(options.memory_limit, options.workers, layout).block_bytes
     if isinstance(layout, DistLayout):
         return DistTarget(layout, dtypes, block, options.max_shard_size).files()
     return HFTarget(layout, dtypes, block, options.max_shard_size).files()
 
 
-def _peak_memory(written: int, options: Options) -> int:
-    return BASE_MEMORY + min(options.memory_limit, written)
+def _peak_memory(layout: Layout, written: int, options: Options) -> int:
+    """Of the conversion: what its blocks take, on top of Python and its libraries."""
+    budget = memory_budget(options.memory_limit, options.workers, layout)
+    return BASE_MEMORY + min(written, budget.workers * BLOCKS_IN_FLIGHT * budget.block_bytes)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from grpo_mlm.convert.journal import FileRecord
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron_dist import DistLayout
 
+Format = Literal["hf", "torch_dist"]
 DIST_FILE_BYTES = 1 << 30  # of a torch_dist file: small enough for several workers to share a small model
 Blocks = Callable[[list[tuple[str, Rows]]], Iterator[Tensor]]
 """Rows of tensors -> their values, one after the other."""
@@ -87,7 +88,7 @@ class DistTarget:
         records = []
         wanted = [(item.tensor, item.box[0]) for item in file.items]
         for item, values in zip(file.items, blocks(wanted), strict=True):
-            offset, length = write_item(stream, item, values)
+            offset, length = write_item(cast(BinaryIO, stream), item, values)
             records.append(item_record(file, item, self._dtypes[item.tensor], offset, length))
         return records
 

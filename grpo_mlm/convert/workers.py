@@ -47,7 +47,7 @@ class FileWriter:
         ):
             try:
                 futures = [writers.submit(self._write, file) for file in missing]
-                finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                wait(futures, return_when=FIRST_EXCEPTION)
                 _raise_first(futures)
             except BaseException:
                 self._stop.set()
@@ -74,7 +74,9 @@ class FileWriter:
         for i, (name, _) in enumerate(wanted):
             now = following or self._readers.submit(self._gather.block, *wanted[i])
             values = now.result()
-            following = self._readers.submit(self._gather.block, *wanted[i + 1]) if i + 1 < len(wanted) else None
+            following = (
+                self._readers.submit(self._gather.block, *wanted[i + 1]) if i + 1 < len(wanted) else None
+            )
             if self._stop.is_set():
                 raise _Stopped
             if odd := count_not_finite(values):

@@ -135,9 +135,7 @@ def _tensors(spec: ModelSpec, per_layer: bool) -> Iterator[_Tensor]:
         yield _Tensor(spellings, axes, index, Part(shape, tuple(pieces[name])))
 
 
-def _as_dist_layout(
-    slots: Mapping[str, list[_Tensor]], vocab_rows: Mapping[str, int]
-) -> DistLayout:
+def _as_dist_layout(slots: Mapping[str, list[_Tensor]], vocab_rows: Mapping[str, int]) -> DistLayout:
     parts: dict[str, Part] = {}
     stored: dict[str, Shape] = {}
     for key, tensors in slots.items():

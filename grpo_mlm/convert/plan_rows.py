@@ -1,0 +1,85 @@
+"""The lines of a plan's table: one for each tensor of a target, or one for each kind of tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from grpo_mlm.layouts.boxes import Layout, volume
+from grpo_mlm.layouts.megatron_dist import DistLayout
+from grpo_mlm.layouts.weights import Shape, full
+
+# Numbers of layers, experts and chunks: between dots, at the end of a grouped expert's weight, after "chunk".
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=^chunk)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a target as all `ranks` hold it, or several of a kind, numbers in their names being `*`.
+
+    `sources` are the stored tensors that it is made of. Bytes are those of all ranks together.
+    """
+
+    tensor: str
+    count: int
+    ranks: tuple[int, ...]
+    shape: Shape
+    dtype: str
+    sources: tuple[str, ...]
+    bytes: int  # padding included
+    padding_bytes: int
+
+
+def rows_of(
+    layout: Layout, homes: Mapping[str, str], dtypes: Mapping[str, torch.dtype], ranks: tuple[int, ...]
+) -> list[Row]:
+    """One row a tensor. `homes`: the stored tensor that holds each canonical one."""
+    sources: dict[str, dict[str, None]] = {name: {} for name in layout.shapes}
+    for piece in layout.pieces:
+        sources[piece.local][homes[piece.tensor]] = None
+    padding = dict.fromkeys(layout.shapes, 0)
+    for name, box in layout.fills:
+        padding[name] += volume(box)
+    own_shapes = layout.stored if isinstance(layout, DistLayout) else layout.shapes
+    return [
+        Row(
+            tensor=name,
+            count=len(ranks),
+            ranks=ranks,
+            shape=own_shapes[name],
+            dtype=str(dtypes[name]).removeprefix("torch."),
+            sources=tuple(sources[name]),
+            bytes=len(ranks) * volume(full(shape)) * dtypes[name].itemsize,
+            padding_bytes=len(ranks) * padding[name] * dtypes[name].itemsize,
+        )
+        for name, shape in layout.shapes.items()
+    ]
+
+
+def by_kind(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ in nothing but numbers in their names, and in who holds them, as one."""
+    kinds: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        sources = tuple(dict.fromkeys(_kind(name) for name in row.sources))
+        row = replace(row, tensor=_kind(row.tensor), sources=sources)
+        key = (row.tensor, row.shape, row.dtype, row.sources)
+        known = kinds.get(key)
+        kinds[key] = (
+            row
+            if known is None
+            else replace(
+                known,
+                count=known.count + row.count,
+                ranks=tuple(sorted({*known.ranks, *row.ranks})),
+                bytes=known.bytes + row.bytes,
+                padding_bytes=known.padding_bytes + row.padding_bytes,
+            )
+        )
+    return list(kinds.values())
+
+
+def _kind(name: str) -> str:
+    return _NUMBER.sub("*", name)
