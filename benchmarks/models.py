@@ -38,6 +38,7 @@ MODELS = {
         _QWEN3, family="qwen2", hidden_size=3584, layers=28, heads=28, kv_heads=4, ffn=18944, vocab_size=152064,
         qkv_bias=True, qk_norm=False,
     ),
+    "qwen3-0.6b": replace(_QWEN3, hidden_size=1024, layers=28, heads=16, ffn=3072, tied=True),
     "qwen3-32b": _QWEN3,
     "llama-3.3-70b": replace(_LLAMA, hidden_size=8192, layers=80, ffn=28672),
     "qwen3-30b-a3b": replace(

@@ -22,7 +22,7 @@ Model = Annotated[str, typer.Option(help="a model of benchmarks/models.py, or a 
 
 @app.command("weight_sync")
 def weight_sync(
-    model: Model = "qwen2.5-0.5b",
+    model: Model = "qwen3-0.6b",
     train: Annotated[str, typer.Option(help="trainer: tp, pp, dp")] = "tp=2,pp=2",
     rollout: Annotated[str, typer.Option(help="engines: tp, replicas")] = "tp=2",
     runs: Runs = 5,
@@ -52,7 +52,7 @@ def weight_sync_plan(
 
 @app.command("convert")
 def convert(
-    model: Model = "qwen2.5-0.5b",
+    model: Model = "qwen3-0.6b",
     runs: Runs = 3,
     workers: Annotated[int, typer.Option(min=1)] = 2,
     folder: Annotated[str | None, typer.Option(help="where to write, on the disk to be measured")] = None,

@@ -1,6 +1,7 @@
-"""The command line: `grpo-mlm train CONFIG [key=value ...]`.
+"""The command line: `grpo-mlm train CONFIG [key=value ...]` and `grpo-mlm convert ...`.
 
-Exit codes: 0 done, 1 the run failed, 2 the user's mistake, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the user's mistake, 130 Ctrl-C, 143 SIGTERM. Conversions have more: see
+`convert/cli.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ import typer
 from rich.console import Console
 
 from grpo_mlm.config import load_config
+from grpo_mlm.convert.cli import app as convert_app
+from grpo_mlm.convert.text import printable
 from grpo_mlm.errors import RunFailure, UserError
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # typer shows only this subclass of its usage errors
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+app.add_typer(
+    convert_app, name="convert", short_help="Convert weights: Hugging Face folders, Megatron checkpoints."
+)
 
 
 @app.callback()
@@ -74,7 +84,8 @@ def _terminate(signum: int, _frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
 
-def main() -> None:
+def main(command: typer.Typer = app, name: str = "grpo-mlm") -> None:
+    """Run a command line; the one place where errors become messages and exit codes."""
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A sample's text must not end the run where the terminal lacks a character of it.
@@ -82,9 +93,11 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:
-        code = app(standalone_mode=False) or 0  # 130 after Ctrl-C
+        code = command(standalone_mode=False, prog_name=name) or 0  # 130 after Ctrl-C
     except (UserError, RunFailure) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"error: {printable(str(error))}", markup=False
+        )
         code = error.exit_code
     except USAGE_ERROR as error:
         error.show()

@@ -34,8 +34,12 @@ _RECORDS = {
 class Record:
     """An instance of a class of the index: its fields, none of its methods."""
 
-    def __init__(self, *args: Any) -> None:
-        self.fields: Any = {}
+    fields: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.fields = {}
+        return record
 
     def __setstate__(self, state: Any) -> None:
         self.fields = state
@@ -131,12 +135,12 @@ def _check_backend(folder: Path) -> None:
 def _tensors(index: Any, wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     for key, place in index["storage_data"].items():
-        if key["offset"] is not None:
+        if key.fields.get("offset") is not None:  # else an object, no tensor
             places[key["fqn"], key["offset"]] = place
     tensors = {}
     for name, stored in index["state_dict_metadata"].items():
         if "size" not in stored.fields or not wanted(name):
-            continue  # an object, no tensor
+            continue
         chunks = []
         for chunk in stored["chunks"]:
             offsets, sizes = chunk["offsets"], chunk["sizes"]

@@ -13,8 +13,8 @@ Stock megatron-core loads it at any parallel sizes.
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +27,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from grpo_mlm.bridge.durable import sync
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Box, volume
-from grpo_mlm.layouts.megatron_dist import DistLayout
+from grpo_mlm.layouts.megatron_dist import DistLayout, extra_state_keys
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -37,6 +38,9 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+
+EXTRA_STATES = "__extra_states.distcp"
+"""The file of what modules store beside their weights: nothing, once for all of them."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,20 @@ def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
     `records`: `item_record` of every item, in any order. RunFailure if they do not make whole tensors.
     """
-    index = _index(records)
+    by_tensor: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_tensor[record["tensor"]].append(record)
+    for name, items in by_tensor.items():
+        _check_whole(name, items)
     _write(folder / "metadata.json", json.dumps(BACKEND).encode())
-    with (folder / "common.pt").open("wb") as stream:
-        torch.save({}, stream)
-        _sync(stream)
-    _write(folder / ".metadata", pickle.dumps(index))
+    _write(folder / "common.pt", _saved({}))
+    nothing = _saved([None])
+    _write(folder / EXTRA_STATES, nothing)
+    _write(folder / ".metadata", pickle.dumps(_index(by_tensor, len(nothing))))
 
 
-def _index(records: Iterable[Mapping[str, Any]]) -> Any:
+def _index(by_tensor: Mapping[str, list[Mapping[str, Any]]], nothing: int) -> Any:
+    """torch.distributed.checkpoint's index; `nothing` is the length of the file that all extra states share."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # not at the top: slow to import
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -156,19 +165,24 @@ def _index(records: Iterable[Mapping[str, Any]]) -> Any:
         TensorStorageMetadata,
     )
 
-    by_tensor: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for record in records:
-        by_tensor[record["tensor"]].append(record)
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places = {}
     for name, items in by_tensor.items():
-        _check_whole(name, items)
         chunks = [ChunkStorageMetadata(torch.Size(x["offsets"]), torch.Size(x["sizes"])) for x in items]
         properties = TensorProperties(dtype=getattr(torch, items[0]["dtype"]))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(items[0]["shape"]), chunks)
+        stored[name] = TensorStorageMetadata(properties, torch.Size(items[0]["shape"]), chunks)
         for i, x in enumerate(items):
             places[MetadataIndex(name, x["offsets"], i)] = _StorageInfo(x["file"], x["offset"], x["length"])
-    return Metadata(state_dict_metadata=tensors, storage_data=places)
+    for key in extra_state_keys({name: tuple(items[0]["shape"]) for name, items in by_tensor.items()}):
+        stored[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo(EXTRA_STATES, 0, nothing)
+    return Metadata(state_dict_metadata=stored, storage_data=places)
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _check_whole(name: str, items: list[Mapping[str, Any]]) -> None:
@@ -181,11 +195,5 @@ def _check_whole(name: str, items: list[Mapping[str, Any]]) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        _sync(stream)
-
-
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+    path.write_bytes(content)
+    sync(path)

@@ -7,10 +7,13 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+_SMALL = 1 << 16  # bytes for which a second thread costs more than it saves
+_FLUSH_BYTES = 32 << 20
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -48,7 +51,9 @@ class NewFile(io.RawIOBase):
 
     def __init__(self, path: Path, with_hash: bool = False) -> None:
         self.path, self.nbytes = path, 0
+        self._flushed = 0
         self._hash = hashlib.sha256() if with_hash else None
+        self._hasher = ThreadPoolExecutor(1)
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     @property
@@ -60,13 +65,19 @@ class NewFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """All of `data`, any bytes-like object."""
         view = memoryview(data).cast("B")
-        if self._hash is not None:
+        hashed: Future[None] | None = None
+        if self._hash is not None and len(view) < _SMALL:
             self._hash.update(view)
-        total = len(view)
-        while len(view):
-            view = view[os.write(self._handle, view) :]
-        self.nbytes += total
-        return total
+        elif self._hash is not None:  # while it is written: either takes about as long
+            hashed = self._hasher.submit(self._hash.update, view)
+        left = view
+        while len(left):
+            left = left[os.write(self._handle, left) :]
+        if hashed is not None:
+            hashed.result()
+        self.nbytes += len(view)
+        self._flush()
+        return len(view)
 
     def tell(self) -> int:
         return self.nbytes
@@ -83,5 +94,12 @@ class NewFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
+            self._hasher.shutdown()
             os.close(self._handle)
         super().close()
+
+    def _flush(self) -> None:
+        """Let the disk begin with what is written, or all of it would wait for the end."""
+        if self.nbytes - self._flushed >= _FLUSH_BYTES:
+            os.posix_fadvise(self._handle, self._flushed, self.nbytes - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = self.nbytes

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from grpo_mlm.bridge.durable import NewFile, copy_files, publish, side_files
 from grpo_mlm.bridge.hf_index import pack_files, tensor_files, write_index
+from grpo_mlm.bridge.hf_store import file_shape
 from grpo_mlm.bridge.safetensors_stream import Plain, SafetensorsWriter
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Layout, slices
@@ -51,7 +52,7 @@ def export_hf(
         for name in target.shapes:
             _send(by_tensor[name], rank, params, group)
     else:
-        _write(out, model_folder, target, by_tensor, params, group, max_file_bytes)
+        _write(out, model_folder, spec, target, by_tensor, params, group, max_file_bytes)
     if len(layouts) > 1:
         dist.barrier(group=group)
 
@@ -76,6 +77,7 @@ def _send(
 def _write(
     out: Path,
     model_folder: Path,
+    spec: ModelSpec,
     target: Layout,
     by_tensor: Mapping[str, list[Copy]],
     params: Mapping[str, torch.Tensor],
@@ -87,11 +89,12 @@ def _write(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     dtype = next(iter(params.values())).dtype
-    files = pack_files({name: Plain(dtype, shape) for name, shape in target.shapes.items()}, max_file_bytes)
-    for file, tensors in files.items():
+    tensors = {n: Plain(dtype, file_shape(spec, n, shape)) for n, shape in target.shapes.items()}
+    files = pack_files(tensors, max_file_bytes)
+    for file, inside in files.items():
         with NewFile(aside / file) as stream:
-            writer = SafetensorsWriter(stream, tensors)
-            for name in tensors:
+            writer = SafetensorsWriter(stream, inside)
+            for name in inside:
                 writer.write(_receive(target.shapes[name], by_tensor[name], params, group))
             writer.close()
     write_index(aside, files)

@@ -1,4 +1,7 @@
-"""The joint process group of all trainer ranks and all engine ranks, outside either side's own groups."""
+"""The process group in which weights travel, outside the groups that trainer and engines have of their own.
+
+It joins all trainer ranks; where the engines have devices of their own, their ranks too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mlm.errors import RunFailure
+
+
+class PeerGone(RunFailure):
+    """Another process ended a transfer: a consequence, whose cause that process knows."""
 
 
 class JointGroup:
@@ -38,7 +45,7 @@ class JointGroup:
 
     def _open(self) -> Any:
         if self._backend is None:
-            raise RunFailure("the connection between trainer and engines was given up; both must join again")
+            raise PeerGone("the connection between trainer and engines was given up; both must join again")
         return self._backend
 
 

@@ -16,7 +16,7 @@ from grpo_mlm.bridge.dist_files import OpenFiles
 from grpo_mlm.bridge.hf_index import stored_tensors
 from grpo_mlm.bridge.safetensors_header import DTYPES, Stored
 from grpo_mlm.errors import NamesDiffer, UserError
-from grpo_mlm.layouts.boxes import Box, Layout, matrix_shape, volume
+from grpo_mlm.layouts.boxes import Box, Layout, volume
 from grpo_mlm.layouts.hf import hf_layout
 from grpo_mlm.layouts.model import ModelSpec
 
@@ -41,7 +41,7 @@ class HFStore:
         self.layout = without(layout, self.skipped)
         self._stored = {name: stored[name] for name in self.layout.shapes}
         for name, shape in self.layout.shapes.items():
-            _check_tensor(spec, name, self._stored[name], shape)
+            _check_tensor(name, self._stored[name], file_shape(spec, name, shape))
         # Files hold every canonical tensor whole; a tied head comes after the embedding that it repeats.
         self._homes = {piece.tensor: piece for piece in reversed(self.layout.pieces)}
         self._open = OpenFiles()
@@ -77,6 +77,13 @@ class HFStore:
     def files(self) -> list[Path]:
         """The files with the weights, in order."""
         return sorted({stored.path for stored in self._stored.values()})
+
+
+def file_shape(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor of `hf_layout` has in the files: experts in one tensor have an axis of their own."""
+    if spec.moe is not None and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return (spec.moe.experts, shape[0] // spec.moe.experts, *shape[1:])
+    return shape
 
 
 def without(layout: Layout, names: Collection[str]) -> Layout:
@@ -115,11 +122,9 @@ def _check_names(
     return tuple(skipped)
 
 
-def _check_tensor(spec: ModelSpec, name: str, stored: Stored, wanted: tuple[int, ...]) -> None:
+def _check_tensor(name: str, stored: Stored, wanted: tuple[int, ...]) -> None:
     """UserError: of another shape than config.json means, or quantised."""
-    fused = spec.moe is not None and len(stored.shape) == 3 and stored.shape[0] == spec.moe.experts
-    shape = matrix_shape(stored.shape) if fused else stored.shape
-    if shape != wanted:
+    if stored.shape != wanted:
         raise UserError(f"{stored.path}: {name} has shape {stored.shape}, config.json means {wanted}")
     if stored.dtype not in DTYPES:
         raise UserError(

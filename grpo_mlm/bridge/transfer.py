@@ -1,63 +1,30 @@
-"""Executes a plan over the joint group: packed buckets from rank to rank, never a full tensor.
+"""Executes a plan: packed buckets from rank to rank, never a full tensor.
 
-All buckets of all pairs stand in one order that every rank derives from the plan, and every rank works through its
-own in that order, two at a time. The first unfinished bucket always has both its ends waiting for it, so nothing
-can lock up. A rank that fails closes its connections, and so the failure reaches every rank that waits for it.
+Every rank works through its own buckets in the order that all ranks share, two at a time. The first unfinished
+bucket always has both its ends waiting for it, so nothing can lock up. A rank that fails closes its connections,
+and so the failure reaches every rank that waits for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mlm.bridge.group import JointGroup
-from grpo_mlm.layouts.boxes import Box, Layout, slices, volume
-from grpo_mlm.layouts.planner import Copy, Plan, buckets
+from grpo_mlm.bridge.assemble import Arrivals
+from grpo_mlm.bridge.buckets import Bucket, pack, schedule
+from grpo_mlm.bridge.checksums import Verify
+from grpo_mlm.bridge.group import JointGroup, PeerGone
+from grpo_mlm.bridge.handoff import Outbox
+
+__all__ = ["Bucket", "arrivals", "schedule", "send"]
 
 IN_FLIGHT = 2  # buckets: one travels while the next is packed or the last unpacked
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Pieces that travel together from source rank `src` to destination rank `dst`."""
-
-    src: int
-    dst: int
-    copies: tuple[Copy, ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(volume(copy.box) for copy in self.copies)
-
-    def views(self, flat: Tensor) -> Iterator[tuple[Copy, Tensor]]:
-        """Each copy with its part of the bucket's flat tensor `[elements]`, in the copy's shape."""
-        start = 0
-        for copy in self.copies:
-            stop = start + volume(copy.box)
-            yield copy, flat[start:stop].view(_extents(copy.box))
-            start = stop
-
-
-def schedule(
-    plan: Plan, itemsize: int, bucket_bytes: int, src: int | None = None, dst: int | None = None
-) -> list[Bucket]:
-    """The buckets of the plan, in the order in which all ranks treat them; of one source or destination, if given.
-
-    First buckets of all pairs come before second ones; within a round, pairs that share no rank stand together.
-    """
-    width = max(len(plan.sources), len(plan.destinations))
-    keyed = [
-        (round_, (a + b) % width, a, b, Bucket(a, b, tuple(copies)))
-        for a, b in plan.pairs
-        if src in (None, a) and dst in (None, b)
-        for round_, copies in enumerate(buckets(plan.sends(a, b), itemsize, bucket_bytes))
-    ]
-    return [bucket for *_, bucket in sorted(keyed, key=lambda entry: entry[:4])]
+Flying = tuple[dist.Work | None, Tensor, Callable[[], None] | None]
+"""A transfer, None where there is nothing to wait for; its bytes; what is to be done when it has ended."""
 
 
 @torch.no_grad()
@@ -65,84 +32,95 @@ def send(
     order: Sequence[Bucket],
     rank: int,
     params: Mapping[str, Tensor],
-    dtype: torch.dtype,
     group: JointGroup,
     first_destination: int,
+    verify: Verify = Verify(),  # noqa: B008 - immutable
+    outbox: Outbox | None = None,
 ) -> int:
-    """Send all that source `rank` owes, as `dtype`; returns the bytes sent. Ranks of the group: sources first."""
-    flying: deque[tuple[dist.Work, Tensor]] = deque()
-    sent = 0
+    """Send all that source `rank` owes; returns the bytes of it.
+
+    Destination d is rank `first_destination + d` of the group. With placement `colocated` that is the trainer rank on
+    its device: on a rank with an `outbox`, what comes for that destination is handed over to it there.
+    """
+    flying: deque[Flying] = deque()
+    owed = 0
     try:
         for bucket in order:
             if bucket.src == rank:
-                flat = _packed(bucket, params, dtype)
-                flying.append((group.send(flat, first_destination + bucket.dst), flat))
-                sent += flat.nbytes
-                if len(flying) == IN_FLIGHT:
-                    flying.popleft()[0].wait()
+                owed += bucket.payload
+            if outbox and first_destination + bucket.dst == rank:
+                flying.append(_through_slot(bucket, rank, params, group, verify, outbox))
+            elif bucket.src == rank:
+                flat = _packed(bucket, params, verify)
+                flying.append((group.send(flat, first_destination + bucket.dst), flat, None))
+            if len(flying) == IN_FLIGHT:
+                _finish(flying.popleft())
         while flying:
-            flying.popleft()[0].wait()
+            _finish(flying.popleft())
+        if outbox:
+            outbox.drain()
     except BaseException:
         flying.clear()
         group.close()
+        if outbox:
+            outbox.close()
         raise
-    return sent
+    return owed
 
 
-@torch.no_grad()
-def receive(
-    order: Sequence[Bucket],
-    rank: int,
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: JointGroup,
-) -> Generator[tuple[str, Tensor]]:
-    """Destination `rank`'s tensors, each as soon as its last piece is in. Padding is zero."""
-    missing = _expected(layout)
-    partial: dict[str, Tensor] = {}
-    for name in [name for name, elements in missing.items() if elements == 0]:  # nothing but padding
-        yield name, torch.zeros(layout.shapes[name], dtype=dtype, device=device)
+def arrivals(order: Sequence[Bucket], rank: int, device: torch.device, group: JointGroup) -> Arrivals:
+    """What destination `rank` gets over the joint group."""
     mine = deque(bucket for bucket in order if bucket.dst == rank)
     flying: deque[tuple[dist.Work, Tensor, Bucket]] = deque()
     try:
         while mine or flying:
             while mine and len(flying) < IN_FLIGHT:
                 bucket = mine.popleft()
-                flat = torch.empty(bucket.elements, dtype=dtype, device=device)
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
                 flying.append((group.recv(flat, bucket.src), flat, bucket))
             work, flat, bucket = flying.popleft()
-            work.wait()
-            for copy, piece in bucket.views(flat):
-                name = copy.dst_local
-                if name not in partial:
-                    partial[name] = torch.zeros(layout.shapes[name], dtype=dtype, device=device)
-                partial[name][slices(copy.dst_box)] = piece
-                missing[name] -= piece.numel()
-                if missing[name] == 0:
-                    yield name, partial.pop(name)
+            _finish((work, flat, None))
+            yield bucket, flat
     except BaseException:
         flying.clear()
         group.close()
         raise
 
 
-def _packed(bucket: Bucket, params: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The bucket's pieces of these weights, cast and laid end to end, `[elements]`."""
+def _through_slot(
+    bucket: Bucket,
+    rank: int,
+    params: Mapping[str, Tensor],
+    group: JointGroup,
+    verify: Verify,
+    outbox: Outbox,
+) -> Flying:
+    """A bucket for the engine rank on this device: packed into its slot, or received there from another rank."""
+    slot = outbox.free_slot(bucket.nbytes)
+    if bucket.src == rank:
+        pack(bucket, params, slot)
+        verify.sign(bucket, slot)
+        return None, slot, outbox.hand_over
+    return group.recv(slot, bucket.src), slot, outbox.hand_over
+
+
+def _packed(bucket: Bucket, params: Mapping[str, Tensor], verify: Verify) -> Tensor:
+    """A new flat tensor with the bucket's pieces of these weights, on their device."""
     device = params[bucket.copies[0].src_local].device
-    flat = torch.empty(bucket.elements, dtype=dtype, device=device)
-    for copy, place in bucket.views(flat):
-        place.copy_(params[copy.src_local][slices(copy.src_box)])
+    flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+    pack(bucket, params, flat)
+    verify.sign(bucket, flat)
     return flat
 
 
-def _expected(layout: Layout) -> dict[str, int]:
-    """Elements that each local tensor gets."""
-    expected = dict.fromkeys(layout.shapes, 0)
-    for piece in layout.pieces:
-        expected[piece.local] += volume(piece.box)
-    return expected
-
-
-def _extents(box: Box) -> list[int]:
-    return [stop - start for start, stop in box]
+def _finish(flying: Flying) -> None:
+    work, _, then = flying
+    if work is not None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerGone(
+                f"a rank of the trainer's or the engines' broke off the transfer: {error}"
+            ) from error
+    if then is not None:
+        then()

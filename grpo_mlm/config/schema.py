@@ -65,7 +65,8 @@ class ClusterConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster (`auto` finds it); null starts one for this run alone."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """Whether actor and rollout engines share devices in turns or own separate ones."""
+    """Whether actor and rollout engines share devices in turns, or each have their own. Sharing, an engine gives up its
+    memory (weights and KV cache, on GPUs) from the end of the sampling to the next weight sync."""
     nnodes: int = Field(1, ge=1)
     """Number of nodes."""
     n_devices_per_node: int | None = Field(None, ge=1)
@@ -277,7 +278,9 @@ class RewardConfig(Section):
 
 class BridgeConfig(Section):
     bucket_mb: int = Field(256, ge=1)
-    """Size of the buckets in which weights travel from trainer to engines, in MiB."""
+    """Size of the buckets in which weights travel from trainer to engines, in MiB; colocated, two of them a device."""
+    verify: Literal["off", "sample", "full"] = "sample"
+    """Checksums of the pieces that travel: none, one piece in 16 (other ones at each sync), or all."""
 
 
 class DebugConfig(Section):

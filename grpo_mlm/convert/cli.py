@@ -6,7 +6,7 @@ Exit codes: see `app`'s help. Results go to standard output, progress and errors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,9 +21,11 @@ from grpo_mlm.errors import NamesDiffer, UserError
 
 if TYPE_CHECKING:  # torch comes in when a command runs, not for its help
     from grpo_mlm.convert.job import Result
-    from grpo_mlm.convert.options import Options
+    from grpo_mlm.convert.options import Options, Progress
 
 HELP = """Convert model weights between Hugging Face folders and Megatron checkpoints, bit for bit.
+
+`python -m tools.checkpoint_convert` is the same as `grpo-mlm convert`.
 
 No model is built and no tensor is held whole: memory stays bounded whatever the size of the model.
 
@@ -35,10 +37,10 @@ Weights are one of
 
 \b
 From a Hugging Face model to Megatron and back:
-  {prog} plan   Qwen3-8B dist
-  {prog} import Qwen3-8B qwen3-8b-megatron
-  {prog} export qwen3-8b-megatron Qwen3-8B-again
-  {prog} verify Qwen3-8B Qwen3-8B-again
+  grpo-mlm convert plan   Qwen3-8B dist
+  grpo-mlm convert import Qwen3-8B qwen3-8b-megatron
+  grpo-mlm convert export qwen3-8b-megatron Qwen3-8B-again
+  grpo-mlm convert verify Qwen3-8B Qwen3-8B-again
 
 A conversion writes to DST.partial and renames it to DST when all is on the disk. After an interruption the same
 command goes on where it was.
@@ -59,7 +61,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # brackets in examples are no markup
-    help=HELP.replace("{prog}", "grpo-mlm convert"),
+    help=HELP,
 )
 
 SRC = typer.Argument(metavar="SRC", help="weights: a folder, or a hub id", show_default=False)
@@ -87,7 +89,9 @@ DTYPE = typer.Option(
 )
 QUIET = typer.Option("--quiet", "-q", help="print nothing but errors (and JSON, with --json)")
 JSON = typer.Option("--json", help="print the result as JSON on standard output")
-RESTART = typer.Option("--restart", help="delete what an interrupted conversion left in DST.partial, begin anew")
+RESTART = typer.Option(
+    "--restart", help="delete what an interrupted conversion left in DST.partial, begin anew"
+)
 CHECK = typer.Option(
     metavar="HOW",
     help="after writing: none, hash (read the output back against the manifest's hashes), or full (compare every "
@@ -107,7 +111,8 @@ def plan(
     workers: Annotated[int, WORKERS] = 2,
     memory_limit: Annotated[str, MEMORY] = "512MiB",
     disk_speed: Annotated[
-        str, typer.Option(metavar="SIZE", help="bytes a second, for the estimate of time; nothing is measured")
+        str,
+        typer.Option(metavar="SIZE", help="bytes a second, for the estimate of time; nothing is measured"),
     ] = "1GB",
     each_tensor: Annotated[
         bool, typer.Option("--tensors", help="a line for each tensor instead of each kind")
@@ -136,9 +141,9 @@ def plan(
 
     \b
     Examples
-      plan Qwen3-8B dist
-      plan Qwen3-30B-A3B megatron:tp=2,pp=2,ep=4 vllm:tp=4 --summary
-      plan megatron-run hf --max-shard-size 2GB --json
+      grpo-mlm convert plan Qwen3-8B dist
+      grpo-mlm convert plan Qwen3-30B-A3B megatron:tp=2,pp=2,ep=4 vllm:tp=4 --summary
+      grpo-mlm convert plan megatron-run hf --max-shard-size 2GB --json
 
     Exit code 3 where names are missing or unexpected.
     """
@@ -152,7 +157,9 @@ def plan(
         raise UserError("--tensors and --summary exclude each other")
     detail: Detail = "tensors" if each_tensor else "summary" if summary else "kinds"
     parsed = [parse_target(text) for text in targets]
-    options = _options(workers, memory_limit, max_shard_size, dtype, allow_missing, False, reference, allow_remote_code)
+    options = _options(
+        workers, memory_limit, max_shard_size, dtype, allow_missing, False, reference, allow_remote_code
+    )
     speed = parse_size(disk_speed, "--disk-speed")
     # Every difference of names is shown, not the first of them.
     weights = open_weights(src, reference, ("*",), allow_remote_code)
@@ -163,7 +170,9 @@ def plan(
     else:
         _print(show(source, plans, detail, speed))
     if source.missing or source.unexpected:
-        raise NamesDiffer(f"{src}: {len(source.missing)} tensors missing, {len(source.unexpected)} unexpected")
+        raise NamesDiffer(
+            f"{src}: {len(source.missing)} tensors missing, {len(source.unexpected)} unexpected"
+        )
 
 
 @app.command("import")
@@ -188,12 +197,14 @@ def import_(
 
     \b
     Examples
-      import Qwen3-8B qwen3-8b-megatron
-      import Qwen3-8B qwen3-8b-megatron --dtype bfloat16 --workers 8 --memory-limit 2GB --verify full
+      grpo-mlm convert import Qwen3-8B qwen3-8b-megatron
+      grpo-mlm convert import Qwen3-8B qwen3-8b-megatron --dtype bfloat16 --workers 8 --memory-limit 2GB --verify full
     """
     from grpo_mlm.convert.job import import_checkpoint
 
-    options = _options(workers, memory_limit, max_shard_size, dtype, allow_missing, restart, reference, allow_remote_code)
+    options = _options(
+        workers, memory_limit, max_shard_size, dtype, allow_missing, restart, reference, allow_remote_code
+    )
     _convert(import_checkpoint, src, dst, options, verify, quiet, as_json)
 
 
@@ -219,12 +230,14 @@ def export(
 
     \b
     Examples
-      export qwen3-8b-megatron Qwen3-8B-tuned
-      export megatron-run Qwen3-8B-tuned --reference Qwen3-8B --max-shard-size 2GB --dtype bfloat16
+      grpo-mlm convert export qwen3-8b-megatron Qwen3-8B-tuned
+      grpo-mlm convert export megatron-run Qwen3-8B-tuned --reference Qwen3-8B --max-shard-size 2GB --dtype bfloat16
     """
     from grpo_mlm.convert.job import export_checkpoint
 
-    options = _options(workers, memory_limit, max_shard_size, dtype, allow_missing, restart, reference, allow_remote_code)
+    options = _options(
+        workers, memory_limit, max_shard_size, dtype, allow_missing, restart, reference, allow_remote_code
+    )
     _convert(export_checkpoint, src, dst, options, verify, quiet, as_json)
 
 
@@ -242,7 +255,8 @@ def verify(
     logits: Annotated[
         bool,
         typer.Option(
-            "--logits", help="also compare logits of a fixed prompt in float32; holds one whole model in memory"
+            "--logits",
+            help="also compare logits of a fixed prompt in float32; holds one whole model in memory",
         ),
     ] = False,
     logits_tolerance: Annotated[
@@ -262,8 +276,8 @@ def verify(
 
     \b
     Examples
-      verify Qwen3-8B qwen3-8b-megatron
-      verify Qwen3-8B Qwen3-8B-bf16 --allow-rounding --logits --logits-tolerance 0.05
+      grpo-mlm convert verify Qwen3-8B qwen3-8b-megatron
+      grpo-mlm convert verify Qwen3-8B Qwen3-8B-bf16 --allow-rounding --logits --logits-tolerance 0.05
 
     Exit code 3 where one side has tensors that the other has not, 4 where values differ.
     """
@@ -276,7 +290,11 @@ def verify(
     both = [open_weights(path, reference, ("*",), allow_remote_code) for path in (a, b)]
     with watched("comparing", quiet) as progress:
         verdict = compare(*both, workers, limit, progress)
-    gap = compare_logits(*both, logits_tolerance) if logits and not (verdict.only_in_a or verdict.only_in_b) else None
+    gap = (
+        compare_logits(*both, logits_tolerance)
+        if logits and not (verdict.only_in_a or verdict.only_in_b)
+        else None
+    )
     if as_json:
         _print_json(report.as_json(verdict, allow_rounding) | {"logits": gap.as_json() if gap else None})
     elif not quiet:
@@ -284,6 +302,40 @@ def verify(
     report.raise_unless_equal(verdict, allow_rounding)
     if gap:
         raise_unless_close(gap)
+
+
+def _convert(
+    convert: Callable[[Path, Path, Options, Progress], Result],
+    src: Path,
+    dst: Path,
+    options: Options,
+    how: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Run a conversion, check its output as `how` says, and tell what came of it."""
+    from grpo_mlm.convert.check import CHECKS, check_output
+
+    if how not in CHECKS:
+        raise UserError(f"--verify {how!r}: expected {', '.join(CHECKS)}")
+    try:
+        with watched("writing", quiet) as progress:
+            result = convert(src, dst, options, progress)
+        with watched("checking", quiet or how == "none") as progress:
+            check_output(how, src, dst, options, progress)
+    except KeyboardInterrupt:
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
+            f"stopped; the same command goes on from {dst}.partial"
+        )
+        raise
+    if as_json:
+        _print_json(asdict(result) | {"verified": how})
+    elif not quiet:
+        checked = {"none": "", "hash": "; hashes checked", "full": "; every tensor compared with the source"}[
+            how
+        ]
+        files = "1 file" if result.files == 1 else f"{result.files} files"
+        _print([f"wrote {result.out}: {show_size(result.bytes)} in {files}{checked}"])
 
 
 def _options(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_mlm.bridge.store import TensorStore
-from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices
 from grpo_mlm.layouts.copies import Copy
 
@@ -67,31 +66,6 @@ def row_blocks(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> list[
     """Rows of a tensor in blocks of at most `block_bytes`, one row at least."""
     step = max(1, block_bytes // max(1, itemsize * prod(shape[1:])))
     return list(pairwise([*range(0, shape[0], step), shape[0]]))
-
-
-def target_dtypes(
-    store: TensorStore, target: Layout, copies: Iterable[Copy], dtype: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """Dtype of each of the target's tensors: `dtype`, or where that is None the one that its slices are stored in.
-
-    UserError where slices of one tensor are stored in several.
-    """
-    if dtype is not None:
-        return dict.fromkeys(target.shapes, dtype)
-    found: dict[str, tuple[torch.dtype, str]] = {}
-    for copy in copies:
-        stored = store.dtype(copy.src_local)
-        known, of = found.setdefault(copy.dst_local, (stored, copy.src_local))
-        if known != stored:
-            raise UserError(
-                f"{copy.dst_local} would hold {of} ({_name(known)}) and {copy.src_local} ({_name(stored)}); "
-                "choose one dtype for all with --dtype"
-            )
-    return {name: found[name][0] for name in target.shapes}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _source_box(copy: Copy, box: Box) -> Box:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mlm.bridge.durable import publish
-from grpo_mlm.convert.gather import Gather, target_dtypes
+from grpo_mlm.convert.dtypes import target_dtypes
+from grpo_mlm.convert.gather import Gather
 from grpo_mlm.convert.homes import check_homes
 from grpo_mlm.convert.journal import Journal
 from grpo_mlm.convert.manifest import Job, not_finite_values, write_manifest
 from grpo_mlm.convert.open import DIST_MANIFEST, SIDECAR, open_weights
-from grpo_mlm.convert.options import TORCH_DTYPES, Options, Progress
+from grpo_mlm.convert.options import Options, Progress
 from grpo_mlm.convert.resources import check_disk, memory_budget
 from grpo_mlm.convert.sidecar import HF_MANIFEST, copy_sidecar
 from grpo_mlm.convert.target import DistTarget, Format, HFTarget, Target
@@ -102,12 +103,12 @@ def _prepare(src: Path, output: Format, options: Options, progress: Progress) ->
     budget = memory_budget(options.memory_limit, options.workers, wanted)
     check_homes(source.store, budget.block_bytes)
     plan = make_plan([source.store.layout], [wanted])
-    dtypes = target_dtypes(source.store, wanted, plan.copies, TORCH_DTYPES.get(options.dtype))
+    dtypes = target_dtypes(source, wanted, plan.copies, options.dtype)
     target: Target
     if isinstance(wanted, DistLayout):
         target = DistTarget(wanted, dtypes, budget.block_bytes, options.max_shard_size)
     else:
-        target = HFTarget(wanted, dtypes, budget.block_bytes, options.max_shard_size)
+        target = HFTarget(source.spec, wanted, dtypes, budget.block_bytes, options.max_shard_size)
     job = Job(source, output, options, budget.block_bytes, plan.digest)
     return _Work(job, target, Gather(source.store, wanted, plan.copies, dtypes), budget.workers)
 

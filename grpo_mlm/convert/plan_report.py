@@ -89,7 +89,9 @@ def describe_source(weights: Weights, allow_missing: Sequence[str]) -> Source:
         dtypes[_name(dtype)] = dtypes.get(_name(dtype), 0) + volume(full(shape)) * dtype.itemsize
     wanted = canonical_tensors(weights.spec)
     missing = wanted.keys() - {piece.tensor for piece in store.layout.pieces}
-    unexpected = set(weights.skipped) - hf_layout(weights.spec, weights.hf_names).shapes.keys() - wanted.keys()
+    unexpected = (
+        set(weights.skipped) - hf_layout(weights.spec, weights.hf_names).shapes.keys() - wanted.keys()
+    )
     allowed = {x for x in missing | unexpected if any(fnmatchcase(x, pattern) for pattern in allow_missing)}
     return Source(
         path=store.folder,
@@ -142,7 +144,9 @@ def plan_target(weights: Weights, target: Target, options: Options, disk_speed: 
         ranks=() if is_files else tuple(totals),
         files=_files(weights, held, homes, options) if is_files else {},
         read_bytes=read,
-        peak_memory_bytes=_peak_memory(held, written, options) if is_files else max(one.bytes for one in totals),
+        peak_memory_bytes=_peak_memory(held, written, options)
+        if is_files
+        else max(one.bytes for one in totals),
         seconds=(read + written) / disk_speed if is_files else None,
         digest=make_plan([weights.store.layout], list(layouts.values())).digest if complete else None,
     )
@@ -182,9 +186,7 @@ def _dtypes(
     }
 
 
-def _files(
-    weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options
-) -> dict[str, int]:
+def _files(weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options) -> dict[str, int]:
     """Bytes of tensors in each file that would be written."""
     dtypes = _dtypes(weights, layout, homes, options)
     block = memory_budget(options.memory_limit, options.workers, layout).block_bytes

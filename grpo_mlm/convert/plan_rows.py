@@ -61,22 +61,18 @@ def rows_of(
 
 def by_kind(rows: Iterable[Row]) -> list[Row]:
     """Rows that differ in nothing but numbers in their names, and in who holds them, as one."""
-    kinds: dict[tuple[object, ...], Row] = {}
+    kinds: dict[tuple[str, Shape, str], Row] = {}
     for row in rows:
-        sources = tuple(dict.fromkeys(_kind(name) for name in row.sources))
-        row = replace(row, tensor=_kind(row.tensor), sources=sources)
-        key = (row.tensor, row.shape, row.dtype, row.sources)
-        known = kinds.get(key)
-        kinds[key] = (
-            row
-            if known is None
-            else replace(
-                known,
-                count=known.count + row.count,
-                ranks=tuple(sorted({*known.ranks, *row.ranks})),
-                bytes=known.bytes + row.bytes,
-                padding_bytes=known.padding_bytes + row.padding_bytes,
-            )
+        key = (_kind(row.tensor), row.shape, row.dtype)
+        sources = tuple(map(_kind, row.sources))
+        one = kinds.get(key, replace(row, tensor=key[0], sources=(), count=0, ranks=(), bytes=0, padding_bytes=0))
+        kinds[key] = replace(
+            one,
+            count=one.count + row.count,
+            ranks=tuple(sorted({*one.ranks, *row.ranks})),
+            sources=tuple(dict.fromkeys((*one.sources, *sources))),
+            bytes=one.bytes + row.bytes,
+            padding_bytes=one.padding_bytes + row.padding_bytes,
         )
     return list(kinds.values())
 

@@ -1,9 +1,9 @@
 """What `plan` plans for: files, or the ranks of a trainer or an engine, in a small language.
 
-    hf                                  Hugging Face files, as `export` writes them
-    dist                                a Megatron distributed checkpoint, as `import` writes it
-    megatron[:tp=2,pp=2,...]            the ranks of a Megatron trainer
-    vllm[:tp=4,...]                     the ranks of vLLM engines
+hf                                  Hugging Face files, as `export` writes them
+dist                                a Megatron distributed checkpoint, as `import` writes it
+megatron[:tp=2,pp=2,...]            the ranks of a Megatron trainer
+vllm[:tp=4,...]                     the ranks of vLLM engines
 """
 
 from __future__ import annotations

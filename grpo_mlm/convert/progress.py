@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -18,8 +19,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from grpo_mlm.convert import options
 from grpo_mlm.convert.text import printable, show_size
+
+if TYPE_CHECKING:  # help needs no torch
+    from grpo_mlm.convert import options
 
 LINE_EVERY_S = 10.0
 
@@ -29,7 +32,9 @@ def watched(verb: str, quiet: bool) -> Iterator[options.Progress]:
     """What to hand to a conversion; `verb` says what is done with the bytes. Draws on standard error."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if quiet:
-        yield options.Silent()
+        from grpo_mlm.convert.options import Silent
+
+        yield Silent()
     elif console.is_terminal:
         with Bar(verb, console) as bar:
             yield bar

@@ -13,11 +13,13 @@ from torch import Tensor
 from grpo_mlm.bridge.dist_writer import FilePlan, item_record, plan_files, write_item, write_metadata
 from grpo_mlm.bridge.durable import NewFile
 from grpo_mlm.bridge.hf_index import pack_files, write_index
+from grpo_mlm.bridge.hf_store import file_shape
 from grpo_mlm.bridge.safetensors_stream import Plain, SafetensorsWriter
 from grpo_mlm.convert.gather import Rows, row_blocks
 from grpo_mlm.convert.journal import FileRecord
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.megatron_dist import DistLayout
+from grpo_mlm.layouts.spec import ModelSpec
 
 Format = Literal["hf", "torch_dist"]
 DIST_FILE_BYTES = 1 << 30  # of a torch_dist file: small enough for several workers to share a small model
@@ -45,10 +47,18 @@ class HFTarget:
     """Safetensors files and their index."""
 
     def __init__(
-        self, layout: Layout, dtypes: Mapping[str, torch.dtype], block_bytes: int, max_file_bytes: int
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        dtypes: Mapping[str, torch.dtype],
+        block_bytes: int,
+        max_file_bytes: int,
     ) -> None:
-        tensors = {name: Plain(dtypes[name], shape) for name, shape in layout.shapes.items()}
-        self._files, self._block_bytes = pack_files(tensors, max_file_bytes), block_bytes
+        tensors = {
+            name: Plain(dtypes[name], file_shape(spec, name, shape)) for name, shape in layout.shapes.items()
+        }
+        self._files = pack_files(tensors, max_file_bytes)
+        self._layout, self._block_bytes = layout, block_bytes
 
     def files(self) -> dict[str, int]:
         return {file: sum(t.nbytes for t in tensors.values()) for file, tensors in self._files.items()}
@@ -59,7 +69,7 @@ class HFTarget:
         wanted = [
             (tensor, rows)
             for tensor, plain in tensors.items()
-            for rows in row_blocks(plain.shape, plain.dtype.itemsize, self._block_bytes)
+            for rows in row_blocks(self._layout.shapes[tensor], plain.dtype.itemsize, self._block_bytes)
         ]
         for values in blocks(wanted):
             writer.write(values)

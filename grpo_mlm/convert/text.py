@@ -10,7 +10,7 @@ _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Z]+)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Z]+)", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(text: str, what: str) -> int:

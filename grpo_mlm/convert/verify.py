@@ -130,7 +130,9 @@ def _blocks(shape: Shape, most: int) -> Iterator[Box]:
 
 
 def _shape(cover: Cover) -> Shape:
-    return tuple(max(piece.box[axis][1] for piece in cover.pieces) for axis in range(len(cover.pieces[0].box)))
+    return tuple(
+        max(piece.box[axis][1] for piece in cover.pieces) for axis in range(len(cover.pieces[0].box))
+    )
 
 
 def _nbytes(job: Job) -> int:
@@ -140,4 +142,6 @@ def _nbytes(job: Job) -> int:
 
 def stored_bytes(store: TensorStore) -> int:
     """Bytes of all stored tensors."""
-    return sum(volume(full(shape)) * store.dtype(name).itemsize for name, shape in store.layout.shapes.items())
+    return sum(
+        volume(full(shape)) * store.dtype(name).itemsize for name, shape in store.layout.shapes.items()
+    )

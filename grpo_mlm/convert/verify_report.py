@@ -45,7 +45,9 @@ def lines(verdict: Verdict, allow_rounding: bool) -> Iterator[str]:
     bad = mismatches(verdict, allow_rounding)
     if bad:
         yield f"different: {len(bad)} of {len(verdict.compared)} tensors"
-        yield from _first([line for one in bad[:SHOWN] for line in _describe(one)], len(bad) - SHOWN, 4 * SHOWN)
+        yield from _first(
+            [line for one in bad[:SHOWN] for line in _describe(one)], len(bad) - SHOWN, 4 * SHOWN
+        )
     rounded = [one for one in verdict.different if one not in bad]
     for what, some in (("equal but for rounding", rounded), ("equal in value", verdict.other_dtype)):
         for dtypes in sorted({(one.dtype_a, one.dtype_b) for one in some}):
@@ -106,7 +108,9 @@ def _describe(one: Compared) -> Iterator[str]:
     elements = 1
     for n in one.shape:
         elements *= n
-    largest = "none is finite" if tally.max_abs_difference is None else f"at most {tally.max_abs_difference:.3g}"
+    largest = (
+        "none is finite" if tally.max_abs_difference is None else f"at most {tally.max_abs_difference:.3g}"
+    )
     yield (
         f"    {tally.differing} of {elements} elements, first at {list(tally.first_index)}: "
         f"{a['value']} ({a['bits']}) in A, {b['value']} ({b['bits']}) in B; differences {largest}"

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mlm.bridge import group as bridge_group
+from grpo_mlm.bridge.channel import Listener
 from grpo_mlm.bridge.export import export_hf
+from grpo_mlm.bridge.finite import not_finite
 from grpo_mlm.bridge.hf_files import load_layout
+from grpo_mlm.bridge.sync_plan import SyncShape
 from grpo_mlm.config.schema import Config
 from grpo_mlm.config.world import World
 from grpo_mlm.data.batch import RolloutBatch
@@ -51,6 +54,8 @@ class MegatronEngine:
         self.device = open_device(config.cluster.device)
         self.store: dist.TCPStore | None = None
         self.bridge_store: dist.TCPStore | None = None
+        self.listener: Listener | None = None
+        self.sender: WeightSender | None = None
         self.ref: dict[str, Tensor] | None = None
 
     def open_store(self) -> tuple[str, int]:
@@ -145,19 +150,33 @@ class MegatronEngine:
         export_hf(folder, self.model_folder, self.spec, layouts, place.rank, self.parameters())
 
     def open_bridge(self) -> tuple[str, int]:
-        """On rank 0: the address at which trainer and rollout engines meet."""
+        """On rank 0: the address at which the ranks of the joint group meet."""
         self.bridge_store = bridge_group.open_store(parallel.own_address(self.config.cluster.nnodes))
         return self.bridge_store.host, self.bridge_store.port
 
-    def join_bridge(self, host: str, port: int, size: int) -> str:
-        """Enter the joint group of trainer and engines, `size` ranks; the digest of what will be sent."""
-        self.sender = WeightSender(self.config, self.model_folder, self.world, self.place.rank, self.device)
-        self.sender.join(host, port, size, self.bridge_store)
-        return self.sender.digest
+    def open_handoff(self) -> str:
+        """The address at which the engine rank on this device connects, in the `join_bridge` that follows."""
+        self.listener = Listener()
+        return self.listener.address
 
-    def send_weights(self) -> int:
+    def join_bridge(self, host: str, port: int, shape: SyncShape) -> str:
+        """Enter the joint group, anew after a sync that failed; the digest of what will be sent."""
+        if self.sender is not None:
+            self.sender.leave()
+        self.sender = WeightSender(self.config, shape, self.place.rank, self.device, self.layout())
+        start_timeout_s = self.config.cluster.start_timeout_s
+        self.sender.join(host, port, self.bridge_store, self.listener, start_timeout_s)
+        self.listener = None
+        return shape.digest
+
+    def not_finite(self) -> list[str]:
+        """The tensors, by their Hugging Face names, of which this rank holds a NaN or an infinity."""
+        return not_finite(self.layout(), self.parameters())
+
+    def send_weights(self, version: int) -> int:
         """Send the engines the weights as they are now, while they receive; returns the bytes sent."""
-        return self.sender.send(self.parameters())
+        assert self.sender is not None, "join_bridge comes first"
+        return self.sender.send(self.parameters(), version)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -43,8 +43,10 @@ def choose_sources(
     numbers: dict[Group, int] = {}
     group_of = [_group_units(demand, holder_sets, near, numbers) for demand in demands]
     groups = list(numbers)
-    units = sum((np.bincount(array.ravel(), minlength=len(groups)) for array in group_of), start=0)
-    shares = share_out(groups, np.asarray(units, dtype=np.int64), sources)
+    units = np.zeros(len(groups), dtype=np.int64)
+    for array in group_of:
+        units += np.bincount(array.ravel(), minlength=len(groups))
+    shares = share_out(groups, units, sources)
     return _deal(demands, group_of, groups, shares)
 
 
@@ -93,7 +95,7 @@ def _spread(
     """Elements that each candidate of each set sends; adds them to `loads`."""
     spread = {candidates: np.zeros(len(candidates), dtype=np.int64) for candidates in elements}
     order = sorted(elements, key=lambda candidates: (len(candidates), candidates))
-    still = max(1, sum(elements.values()) // len(loads) // 1000)
+    still = sum(elements.values()) // max(1, len(loads)) // 1000 + 1
     for _ in range(SWEEPS):
         before = loads.copy()
         for candidates in order:

@@ -35,13 +35,14 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return config
 
 
-def whole(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> int:
-    """A positive whole number; absent or null is the default, or an error where there is none."""
+def whole(config: dict[str, Any], key: str, default: Any = _REQUIRED, least: int = 1) -> int:
+    """A whole number, positive unless `least` says otherwise; absent or null is the default, or an error."""
     value = config.get(key)
     if value is None and default is not _REQUIRED:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}, expected a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
+        raise UserError(f"config.json: {key} is {value!r}, expected {expected}")
     return value
 
 

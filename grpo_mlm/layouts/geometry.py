@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -34,7 +35,7 @@ class Units:
     box: Ints  # [u, 4] in the canonical tensor
     holders: Ints  # [u] number of the set of source ranks that have it
     holder_sets: list[tuple[int, ...]]
-    part: Ints  # [u] row of `offers`
+    part: Ints  # [u] the part that it is cut from, as `offers` number it
     offers: Offers
 
 
@@ -48,9 +49,16 @@ class Offers:
 
     def pieces(self, part: Ints, layout: Ints) -> Ints:
         """The piece of each of these layouts that holds the part beside it."""
-        width = int(self.layout.max(initial=0)) + 1
-        found = np.searchsorted(self.part * width + self.layout, part * width + layout)
-        return self.piece[found]
+        return self.piece[np.searchsorted(self._keys, part * self._width + layout)]
+
+    @cached_property
+    def _width(self) -> int:
+        return int(self.layout.max(initial=0)) + 1
+
+    @cached_property
+    def _keys(self) -> Ints:
+        """Part and layout as one ascending number."""
+        return self.part * self._width + self.layout
 
 
 def side(layouts: Sequence[Layout], numbers: Numbers) -> Side:

@@ -1,8 +1,9 @@
 """The Megatron view: what one trainer rank's GPTModel holds.
 
-Local names are those of `GPTModel.named_parameters()`. Rules: megatron-core's SelfAttention (fused q, k, v
-interleaved by query group), MLP (gate and up cut each by itself), SequentialMLP and TEGroupedMLP (consecutive experts
-on each rank), VocabParallelEmbedding (padded vocabulary), get_transformer_layer_offset (stages and their chunks).
+Local names are those of `GPTModel.named_parameters()` and of its persistent buffers (the router's `expert_bias`).
+Rules: megatron-core's SelfAttention (fused q, k, v interleaved by query group), MLP (gate and up cut each by itself;
+SharedExpertMLP is one), SequentialMLP and TEGroupedMLP (consecutive experts on each rank), VocabParallelEmbedding
+(padded vocabulary), get_transformer_layer_offset (stages and their chunks).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from grpo_mlm.layouts.weights import (
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times tp."""
 
-# Transformer Engine fuses these norms into the linear layer that follows; before experts there is none to fuse with.
+# Transformer Engine fuses these norms into the linear layer that follows; a router follows the norm before experts.
 _TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -208,7 +209,7 @@ def _local_name(spec: ModelSpec, weight: Weight, layers: range, experts: range, 
     name = weight.megatron
     if naming.te:
         for local, fused in _TE_NORMS.items():
-            if spec.moe is None or local == "input_layernorm.weight":
+            if local == "input_layernorm.weight" or not spec.has_experts(weight.place):
                 name = name.replace("{layer}." + local, "{layer}." + fused)
     if weight.expert is not None:
         if naming.grouped:  # local_experts.3.linear_fc1.weight -> linear_fc1.weight3

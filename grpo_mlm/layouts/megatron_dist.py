@@ -8,9 +8,10 @@ GPTModel (a tied head is stored as the embedding alone). Nothing is cut by rank,
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from math import prod
 
 from grpo_mlm.errors import NamesDiffer
@@ -113,6 +114,31 @@ def stored_layout(
 def is_model_key(key: str) -> bool:
     """Whether a key belongs to the weights: not to the optimizer, a random generator, or a module's `_extra_state`."""
     return not _IGNORED.fullmatch(key)
+
+
+def extra_state_keys(stored: Mapping[str, Shape]) -> Iterator[str]:
+    """Keys of the `_extra_state` of every module of either layer spec, given its checkpoint's tensors.
+
+    megatron-core saves one with each layer and expert of a module (nothing, but where it trains in fp8), and refuses a
+    checkpoint that lacks one.
+    """
+    modules: dict[str, Shape] = {}
+    for key, shape in stored.items():
+        module = key.rpartition(".")[0]
+        if key in _VOCABULARY or module.endswith("router"):
+            continue
+        axes = bool(re.match(r"decoder\.layers\.\D", key)) + (".experts.experts." in key)
+        modules[module] = shape[:axes]
+        if module.endswith("linear_qkv"):
+            modules[module.replace("linear_qkv", "core_attention")] = shape[:axes]
+    for module, axes_shape in modules.items():
+        whole = axes_shape or (1,)
+        for index in product(*map(range, whole)):
+            yield f"{module}._extra_state/shard_{_dotted(index)}_{_dotted(whole)}"
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _tensors(spec: ModelSpec, per_layer: bool) -> Iterator[_Tensor]:

@@ -12,7 +12,15 @@ from grpo_mlm.layouts.families import FAMILIES
 from grpo_mlm.layouts.spec import ModelSpec, Rope
 from grpo_mlm.layouts.weights import Shape, Weight
 
-__all__ = ["ModelSpec", "Rope", "canonical_tensors", "model_weights", "read_model_spec", "weights_by_place"]
+__all__ = [
+    "ModelSpec",
+    "Rope",
+    "canonical_tensors",
+    "float32_tensors",
+    "model_weights",
+    "read_model_spec",
+    "weights_by_place",
+]
 
 
 def read_model_spec(folder: Path | str) -> ModelSpec:
@@ -54,3 +62,8 @@ def canonical_tensors(spec: ModelSpec) -> dict[str, Shape]:
             known = shapes.get(name, (0,) * len(box))
             shapes[name] = tuple(max(n, stop) for n, (_, stop) in zip(known, box, strict=True))
     return shapes
+
+
+def float32_tensors(spec: ModelSpec) -> frozenset[str]:
+    """Names of the canonical tensors that stay float32 whatever dtype the model is trained, served or stored in."""
+    return frozenset(name for weight in model_weights(spec) if weight.fp32 for name, _ in weight.canonical)

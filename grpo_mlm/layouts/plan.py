@@ -80,13 +80,12 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Hash of all layouts, units and choices; two ranks with equal digests have equal copies."""
-        whole = hashlib.sha256()
         of_source = [_table_digest(table) for table in self.src.tables]
         of_destination = [
-            _table_digest(table) + self.units.box[delivery.unit].tobytes() + delivery.row.tobytes()
+            _table_digest(table) + _hash(delivery.row.tobytes() + self.units.box[delivery.unit].tobytes())
             for table, delivery in zip(self.dst.tables, self.deliveries, strict=True)
         ]
-        of_destination = [hashlib.sha256(part).digest() for part in of_destination]
+        whole = hashlib.sha256(f"{len(self.sources)} {len(self.destinations)}".encode())
         for number in self.src.layout_of.tolist():
             whole.update(of_source[number])
         for rank, number in enumerate(self.dst.layout_of.tolist()):
@@ -136,4 +135,8 @@ def _table_digest(table: PieceTable) -> bytes:
         f"{piece.tensor}\t{piece.local}\t{len(piece.box)}"
         for piece in (table.layout.pieces[i] for i in table.piece.tolist())
     )
-    return hashlib.sha256(names.encode() + table.box.tobytes() + table.local_box.tobytes()).digest()
+    return _hash(names.encode() + table.box.tobytes() + table.local_box.tobytes())
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -25,6 +25,9 @@ __all__ = ["Copy", "Plan", "PlanError", "buckets", "make_plan"]
 UNITS_PER_SHARE = 32
 """What several sources hold is cut into units of at most this fraction of one source's fair share."""
 
+SHOWN_FAULTS = 20
+"""An error names so many of its reasons."""
+
 
 class PlanError(RunFailure):
     """Two sides do not fit together: something is not covered, covered twice, or unknown. Names the tensors."""
@@ -85,21 +88,22 @@ def _check_sides(sources: Side, destinations: Side) -> None:
         for fault in table_faults(table)
     ]
     if faults:
-        raise PlanError(_message(faults))
+        raise PlanError(_message(faults, len(faults)))
 
 
 def _check_fit(sources: Side, destinations: Side, parts: Parts, names: list[tuple[str, int]]) -> None:
     """PlanError where a destination wants what no source has, or a source has what no destination takes."""
+    unused = join(sources.boxes, destinations.boxes).missing
     faults = []
-    for number, box in parts.missing:
+    for number, box in parts.missing[:SHOWN_FAULTS]:
         tensor, dimensions = names[int(destinations.boxes.tensor[number])]
         rank, local = _first_with(destinations, number)
         faults.append(f"{tensor} {box[:dimensions]}: wanted by {local} of destination {rank}, held by none")
-    for number, box in join(sources.boxes, destinations.boxes).missing:
+    for number, box in unused[:SHOWN_FAULTS]:
         tensor, dimensions = names[int(sources.boxes.tensor[number])]
         faults.append(f"{tensor} {box[:dimensions]}: held by the sources, taken by no destination")
     if faults:
-        raise PlanError(_message(faults))
+        raise PlanError(_message(faults, len(parts.missing) + len(unused)))
 
 
 def _first_with(one: Side, number: int) -> tuple[int, str]:
@@ -110,7 +114,7 @@ def _first_with(one: Side, number: int) -> tuple[int, str]:
     raise AssertionError(f"box {number} is in no layout")
 
 
-def _message(faults: list[str]) -> str:
-    shown = [f"  {fault}" for fault in faults[:20]]
-    more = [f"  and {len(faults) - 20} more"] if len(faults) > 20 else []
+def _message(faults: list[str], count: int) -> str:
+    shown = [f"  {fault}" for fault in faults[:SHOWN_FAULTS]]
+    more = [f"  and {count - len(shown)} more"] if count > len(shown) else []
     return "\n".join(["the weights of the two sides do not fit together:", *shown, *more])

@@ -20,15 +20,21 @@ class Rope:
 
 @dataclass(frozen=True)
 class Moe:
-    """A mixture of experts in place of every layer's MLP: each token goes to `top_k` of `experts` MLPs of width `ffn`.
+    """A mixture of experts in place of a layer's MLP: each token goes to `top_k` of `experts` MLPs of width `ffn`.
 
-    `norm_topk_prob`: the weights of the chosen experts are normalised to sum to 1.
+    `norm_topk_prob`: the weights of the chosen experts are normalised to sum to 1. `shared_ffn`: width of the MLP that
+    every token goes through besides, 0 for none. `dense_layers`: so many layers at the beginning keep an ordinary MLP.
+    `expert_bias`: the router has a bias that counts in the choice of experts only. It is steered by how many tokens
+    each expert gets, not by gradients, in steps too small for bf16.
     """
 
     experts: int
     top_k: int
     ffn: int
     norm_topk_prob: bool
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    expert_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,7 @@ class ModelSpec:
     rope: Rope
     max_position_embeddings: int
     moe: Moe | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer >= self.moe.dense_layers

@@ -24,7 +24,8 @@ class Weight:
 
     `place` is the layer that owns it (0-based in the whole model), or "embedding", or "head" (what follows the
     last layer). `megatron` has `{layer}` and `{expert}` where the rank's own numbers go; `vllm` is a full name, which
-    all experts of a layer share. `expert` is the number of the expert that it belongs to, if any.
+    all experts of a layer share. `expert` is the number of the expert that it belongs to, if any. `fp32`: it loses its
+    meaning in a lower precision, so it stays float32 in a model of any dtype.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Weight:
     megatron: str
     vllm: str
     expert: int | None = None
+    fp32: bool = False
 
 
 @dataclass(frozen=True)

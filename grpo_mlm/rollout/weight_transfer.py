@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -21,10 +22,18 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_mlm.bridge import group as bridge_group
-from grpo_mlm.bridge.sync_plan import SyncShape, check_shapes
-from grpo_mlm.bridge.transfer import receive, schedule
+from grpo_mlm.bridge.assemble import Arrivals, Assembly
+from grpo_mlm.bridge.buckets import schedule
+from grpo_mlm.bridge.channel import connect
+from grpo_mlm.bridge.checksums import Verify
+from grpo_mlm.bridge.group import PeerGone
+from grpo_mlm.bridge.handoff import Inbox
+from grpo_mlm.bridge.sync_plan import Recorded, SyncShape, check_shapes
+from grpo_mlm.bridge.transfer import arrivals
 from grpo_mlm.errors import RunFailure
-from grpo_mlm.rollout.reload import Reload, loadable_shapes
+from grpo_mlm.layouts.model import canonical_tensors, read_model_spec
+from grpo_mlm.rollout.recorder import record_layout
+from grpo_mlm.rollout.reload import Reload, checkpoint_parameters, loadable_shapes
 
 BACKEND = "grpo_mlm"
 
@@ -35,17 +44,19 @@ class JoinInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    first_rank: int  # of this engine's first rank in the joint group
-    world: int
+    handoffs: list[str]  # colocated: where each rank of this engine connects to the trainer rank on its device
     engine: int
     bucket_bytes: int
+    verify: Literal["off", "sample", "full"]
     timeout_s: float
-    shape: dict[str, Any]
+    shape: SyncShape
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the plan says what comes."""
+    """What comes is in the plan."""
+
+    version: int
 
 
 class ShardedTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
@@ -56,30 +67,39 @@ class ShardedTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     group: bridge_group.JointGroup | None = None
-    digest = ""
-    tensors = received = 0  # of the last update; `received` in bytes
+    inbox: Inbox | None = None
+    counts: dict[str, int]  # of the last update
     _reload: Reload | None = None
 
+    def record(self, model_folder: str) -> Recorded:
+        """What this rank's loaders make of the tensors of a model folder."""
+        dtype = cast(torch.dtype, self.model_config.dtype)
+        canonical = canonical_tensors(read_model_spec(Path(model_folder)))
+        with set_current_vllm_config(self.vllm_config):
+            layout = record_layout(self.model, canonical, dtype)
+        dtypes = {name: loaded.dtype for name, _, _, _, loaded in checkpoint_parameters(self.model)}
+        return Recorded(layout, {name: dtypes[name] for name in layout.shapes})
+
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Build the plan, check it against the live model, join the group."""
+        """Build the plan, check it against the live model, meet the trainer."""
         self.shutdown()
-        shape = SyncShape(**init_info.shape)
-        plan = shape.plan()
-        tp_rank = self.parallel_config.rank
-        self.destination = init_info.engine * shape.rollout_tp + tp_rank
-        self.layout = plan.destinations[self.destination]
-        self.dtype = cast(torch.dtype, self.model_config.dtype)
-        self.order = schedule(plan, self.dtype.itemsize, init_info.bucket_bytes)
-        self.digest = plan.digest
-        check_shapes(self.layout.shapes, loadable_shapes(self.model))
-        self.group = bridge_group.join(
-            init_info.host,
-            init_info.port,
-            init_info.first_rank + tp_rank,
-            init_info.world,
-            self.device,
-            init_info.timeout_s,
+        info, shape, rank = init_info, init_info.shape, self.parallel_config.rank
+        self.destination = info.engine * shape.rollout_tp + rank
+        self.mine = shape.destinations[self.destination]
+        self.verify_mode = info.verify
+        check_shapes(self.mine.layout.shapes, loadable_shapes(self.model))
+        checked = info.verify != "off"
+        self.order = schedule(
+            shape.plan, shape.dtypes, info.bucket_bytes, dst=self.destination, checked=checked
         )
+        if shape.colocated:
+            peer = f"trainer rank {self.destination}, on the device of engine rank {self.destination},"
+            self.inbox = Inbox(connect(info.handoffs[rank], peer, info.timeout_s), self.device)
+        else:
+            group_rank = shape.first_destination + self.destination
+            self.group = bridge_group.join(
+                info.host, info.port, group_rank, shape.group_size, self.device, info.timeout_s
+            )
 
     def start_weight_update(self) -> None:
         """Put the model into loading state."""
@@ -88,17 +108,16 @@ class ShardedTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take every tensor of this rank, each into its layer as soon as it is whole."""
-        if self.group is None:
-            raise RunFailure("this engine has not joined the trainer")
         assert self._reload is not None
-        self.tensors = self.received = 0
-        arriving = receive(self.order, self.destination, self.layout, self.dtype, self.device, self.group)
+        verify = Verify(self.verify_mode, update_info.version)
+        assembly = Assembly(self.mine.layout, self.mine.dtypes, self.device, verify)
+        tensors = 0
         # Closed even when loading fails, so that the senders hear of it.
-        with set_current_vllm_config(self.vllm_config), closing(arriving):
-            for name, tensor in arriving:
+        with set_current_vllm_config(self.vllm_config), closing(assembly.tensors(self._arrivals())) as whole:
+            for name, tensor in whole:
                 self._reload.load(name, tensor)
-                self.tensors += 1
-                self.received += tensor.nbytes
+                tensors += 1
+        self.counts = {"tensors": tensors, "bytes": assembly.received, "verified": assembly.verified}
 
     def finish_weight_update(self) -> None:
         """Leave the loading state; the new weights are live."""
@@ -107,10 +126,18 @@ class ShardedTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):
             reload.finish()
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
+        """Leave the trainer, which hears of it."""
+        for connection in (self.group, self.inbox):
+            if connection is not None:
+                connection.close()
+        self.group = self.inbox = None
+
+    def _arrivals(self) -> Arrivals:
+        if self.inbox is not None:
+            return self.inbox.arrivals(self.order, self.destination)
+        if self.group is None:
+            raise RunFailure("this engine has not joined the trainer, or left it; both must join again")
+        return arrivals(self.order, self.destination, self.device, self.group)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ShardedTransferEngine)
@@ -123,43 +150,62 @@ class WorkerExtension:
     exception it would take the other workers' replies for those of the next call.
     """
 
+    def bridge_record(self, model_folder: str) -> dict[str, Any]:
+        """Replies with this rank's recorded layout, packed."""
+        worker: Any = self
+        return _reply(lambda: worker.weight_transfer_engine.record(model_folder).packed())
+
     def bridge_join(self, info: dict[str, Any]) -> dict[str, Any]:
         """Join the trainer; replies with the digest of this rank's plan."""
         worker: Any = self
 
         def join() -> dict[str, Any]:
             worker.init_weight_transfer_engine(info)
-            return {"digest": worker.weight_transfer_engine.digest}
+            return {"digest": info["shape"].digest}
 
         return _reply(join)
 
-    def bridge_receive(self) -> dict[str, Any]:
-        """Take one whole update; replies with the number of tensors and bytes."""
+    def bridge_receive(self, version: int) -> dict[str, Any]:
+        """Take one whole update; replies with the numbers of tensors, bytes and checked pieces."""
         worker: Any = self
 
         def take() -> dict[str, Any]:
             worker.start_weight_update()
-            worker.update_weights({})
+            worker.update_weights({"version": version})
             worker.finish_weight_update()
-            engine = worker.weight_transfer_engine
-            return {"tensors": engine.tensors, "bytes": engine.received}
+            counts: dict[str, int] = worker.weight_transfer_engine.counts
+            return counts
 
         def give_up() -> dict[str, Any]:
             """Out of the loading state, with half-written weights: the next update can start from there."""
             worker._weight_update_active = False
             with set_current_vllm_config(worker.vllm_config):
                 worker.weight_transfer_engine.finish_weight_update()
+                worker.weight_transfer_engine.shutdown()
             return {}
 
         reply = _reply(take)
         if "error" in reply:
-            reply["error"] += "".join(f"; then {error}" for error in _reply(give_up).values())
+            then = _reply(give_up).get("error")
+            reply["error"] += f"; then {then}" if then else ""
         return reply
+
+    def bridge_leave(self) -> dict[str, Any]:
+        """End the connections to the trainer; the weights stay as they are."""
+        worker: Any = self
+
+        def leave() -> dict[str, Any]:
+            worker.weight_transfer_engine.shutdown()
+            return {}
+
+        return _reply(leave)
 
 
 def _reply(operation: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return operation()
+    except PeerGone as error:
+        return {"error": str(error), "peer_gone": True}
     except RunFailure as error:
         return {"error": str(error)}
     except Exception as error:

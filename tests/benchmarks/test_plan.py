@@ -24,6 +24,7 @@ def parameters(name: str) -> int:
     [
         ("qwen2.5-0.5b", 0.494),
         ("qwen2.5-7b", 7.616),
+        ("qwen3-0.6b", 0.596),
         ("qwen3-32b", 32.762),
         ("llama-3.3-70b", 70.554),
         ("qwen3-30b-a3b", 30.532),

@@ -28,7 +28,12 @@ def held(layout: Layout, weights: Tensors) -> Tensors:
 
 
 def write_checkpoint(
-    folder: Path, spec: ModelSpec, weights: Tensors, item_bytes: int = 1 << 13, file_bytes: int = 1 << 17, **how: Any
+    folder: Path,
+    spec: ModelSpec,
+    weights: Tensors,
+    item_bytes: int = 1 << 13,
+    file_bytes: int = 1 << 17,
+    **how: Any,
 ) -> None:
     """All canonical tensors, by the writer; small items and files by default."""
     layout = dist_layout(spec, **how)
@@ -49,7 +54,9 @@ def read_checkpoint(store: DistStore) -> Tensors:
     extents: dict[str, list[int]] = {}
     for piece in store.layout.pieces:
         ends = [stop for _, stop in piece.box]
-        extents[piece.tensor] = [max(a, b) for a, b in zip(ends, extents.get(piece.tensor, ends), strict=True)]
+        extents[piece.tensor] = [
+            max(a, b) for a, b in zip(ends, extents.get(piece.tensor, ends), strict=True)
+        ]
     for piece in store.layout.pieces:
         part = store.read(piece.local, piece.local_box)
         assert part.is_contiguous()

@@ -14,7 +14,7 @@ from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.assignment import share_out, water_fill
 from grpo_mlm.layouts.boxes import Layout, Piece, slices
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
-from grpo_mlm.layouts.model import ModelSpec, Rope, canonical_tensors
+from grpo_mlm.layouts.model import ModelSpec, Rope
 from grpo_mlm.layouts.planner import Plan, make_plan
 from grpo_mlm.layouts.vllm import vllm_layout
 
@@ -76,7 +76,7 @@ def test_a_tied_embedding_is_split_between_its_two_homes() -> None:
     """First and last stage have it under different names; each sends half of it to the one engine."""
     src = megatron_layouts(replace(EVEN, tied=True), MegatronParallel(1, 2), 1)
     plan = make_plan(src, [vllm_layout(replace(EVEN, tied=True), 1, 0)])
-    sent = defaultdict(int)
+    sent: dict[str, int] = defaultdict(int)
     for copy in plan.copies:
         if copy.tensor == "model.embed_tokens.weight":
             sent[copy.src_local] += (copy.box[0][1] - copy.box[0][0]) * 16
@@ -122,7 +122,7 @@ def test_names_for_too_few_ranks_are_refused(what: str) -> None:
 
 def test_one_destination_at_a_time_does_not_queue_at_one_source() -> None:
     """At the same point of their lists, two destinations read from different sources."""
-    layers = {f"w{i}": (64,) for i in range(8)}
+    layers: dict[str, tuple[int, ...]] = {f"w{i}": (64,) for i in range(8)}
     layout = Layout(layers, tuple(Piece(name, ((0, 64),), name, (0,)) for name in layers))
     plan = make_plan([layout] * 2, [layout] * 2)
     first, second = ([c.src for c in plan.receives(dst)] for dst in range(2))

@@ -161,7 +161,7 @@ def test_rope_is_read_from_both_generations_of_configs(tmp_path: Path, fields: d
     [
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"layer_types": 2}, "layer_types is 2"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, mistral, mixtral,"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: dots1, llama, mistral,"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None"),

@@ -123,7 +123,7 @@ def test_equal_digests_are_equal_copies() -> None:
 def test_the_digest_tells_plans_apart_that_differ_in_who_sends() -> None:
     src, dst = sides()
     nodes = ["a", "a", "b", "b", "a", "a"]
-    here, there = (make_plan(src * 2, dst, node_of=n) for n in (nodes, nodes[:4] + ["b", "b"]))
+    here, there = (make_plan(src * 2, dst, node_of=n) for n in (nodes, [*nodes[:4], "b", "b"]))
     assert here.traffic.sum() == there.traffic.sum()
     assert here.digest != there.digest
     assert {s for s, _ in here.pairs} == {0, 1}
@@ -151,7 +151,8 @@ def test_a_large_model_moves_each_byte_once_and_loads_its_sources_evenly() -> No
     src = megatron_layouts(LARGE, MegatronParallel(8, 1), 8)
     dst = [vllm_layout(LARGE, 8, t) for t in range(8)]
     plan = make_plan(src, dst)
-    received, sent = Counter(), Counter()
+    received: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
     for c in plan.copies:
         received[c.dst] += volume(c.box)
         sent[c.src] += volume(c.box)
@@ -175,7 +176,7 @@ def test_the_numbers_of_a_32b_model_are_those_worked_out_by_hand() -> None:
     assert 2 * max(plan.egress()) == pytest.approx(8.191e9, rel=0.001)  # all / 64
 
 
-@pytest.mark.parametrize("ep", [False, True])
+@pytest.mark.parametrize("ep", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_235b_mixture_of_experts_goes_from_256_ranks_to_128(ep: bool) -> None:
     """Qwen3-235B-A22B, TP4 x EP8 x PP2 to sixteen engines of eight ranks, millions of copies."""
     qwen = ModelSpec(

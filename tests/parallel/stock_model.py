@@ -6,10 +6,13 @@ The ranks are forks of one process that has imported everything: the imports tak
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,42 +35,53 @@ WORLD = 4
 DEADLINE_S = 120
 
 
+_rank, _meeting = 0, Path()  # of this process: its rank, and a file name for its next rendezvous
+
+
 @contextmanager
 def stock_ranks(folder: Path) -> Iterator[Callable[..., list[Any]]]:
-    """Inside the block, call the value with a job and its arguments: it runs on all ranks as `job(*args)`."""
+    """Inside the block, call the value with a job and its arguments: it runs on all ranks as `job(*args)`.
+
+    `folder` is for the rendezvous. A job must enter `groups`, where a rank waits for all others.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    calls = count()
     with ProcessPoolExecutor(WORLD, mp_context=context) as pool:
-        store = str(folder / "rendezvous")
-        joined = [pool.submit(_join, rank, store) for rank in range(WORLD)]
 
         def run(job: Callable[..., Any], *args: Any) -> list[Any]:
-            futures = [pool.submit(_run, job, args) for _ in range(WORLD)]
-            return [result for _, result in sorted(f.result(DEADLINE_S) for f in futures)]
+            meeting = folder / f"call{next(calls)}"
+            futures = [pool.submit(_run, rank, meeting, job, args) for rank in range(WORLD)]
+            return [future.result(DEADLINE_S) for future in futures]
 
-        for future in joined:
-            future.result(DEADLINE_S)
         yield run
 
 
-def _join(rank: int, store: str) -> None:
+def _run(rank: int, meeting: Path, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    global _rank, _meeting
+    _rank, _meeting = rank, meeting
     torch.set_num_threads(1)
-    open_device("cpu")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-
-
-def _run(job: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, Any]:
-    dist.barrier()  # one task a process: whoever has taken one waits here for the others
     try:
         with torch.no_grad(), open_device("cpu").active():
-            return dist.get_rank(), job(*args)
+            return job(*args)
     except Exception as error:
         raise AssertionError(traceback.format_exc()) from error
 
 
 @contextmanager
 def groups(par: MegatronParallel) -> Iterator[None]:
-    """megatron-core's process groups; ranks that the sizes leave over are replicas."""
+    """All process groups, made anew; ranks that the sizes leave over are replicas."""
+    global _meeting
+    _meeting = _meeting.with_name(_meeting.name + "+")
+    # gloo's own choice of an interface may take a name lookup that fails
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{_meeting}",
+        rank=_rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=DEADLINE_S / 2),
+    )
     parallel_state.initialize_model_parallel(
         par.tp,
         par.pp,
@@ -79,21 +93,26 @@ def groups(par: MegatronParallel) -> Iterator[None]:
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     yield
     parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
-def chunks(spec: ModelSpec, par: MegatronParallel) -> list[GPTModel]:
-    """This rank's model chunks, all weights NaN."""
+def chunks(spec: ModelSpec, par: MegatronParallel, te_names: bool = False) -> list[GPTModel]:
+    """This rank's model chunks, all weights NaN. `te_names`: norms are stored under the names that megatron-core's
+    Transformer Engine layer spec gives them where layers have experts."""
     config = _config(spec, par)
     models = []
     for chunk in range(par.vpp):
         at = {"ignore_virtual": False, "vp_stage": chunk} if par.vpp > 1 else {}
+        layer = get_gpt_layer_local_spec(
+            num_experts=spec.moe.experts if spec.moe else None,
+            qk_layernorm=spec.qk_norm,
+            normalization="RMSNorm",
+        )
+        if te_names:
+            del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(
-                num_experts=spec.moe.experts if spec.moe else None,
-                qk_layernorm=spec.qk_norm,
-                normalization="RMSNorm",
-            ),
+            layer,
             vocab_size=padded_vocab(spec, par.tp),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**at),
@@ -168,7 +187,7 @@ def load(models: list[GPTModel], folder: Path, metadata: dict[str, Any] | None =
 
 def save(models: list[GPTModel], folder: Path, metadata: dict[str, Any] | None = None) -> None:
     """By megatron-core's own writer."""
-    if dist.get_rank() == 0:
+    if _rank == 0:
         folder.mkdir()
     dist.barrier()
     dist_checkpointing.save(_state(models, metadata), str(folder))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mlm.layouts.families import llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from grpo_mlm.layouts.families import dots1, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from grpo_mlm.layouts.families.dense import dense_weights
+from grpo_mlm.layouts.families.experts import moe_weights
 from grpo_mlm.layouts.spec import ModelSpec
 from grpo_mlm.layouts.weights import Weight
 
@@ -24,12 +25,13 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "dots1": Family(dots1.read, moe_weights),
     "llama": Family(llama.read, dense_weights),
     "mistral": Family(mistral.read, dense_weights),
     "mixtral": Family(mixtral.read, mixtral.weights),
     "phi3": Family(phi3.read, phi3.weights),
     "qwen2": Family(qwen2.read, dense_weights),
     "qwen3": Family(qwen3.read, dense_weights),
-    "qwen3_moe": Family(qwen3_moe.read, qwen3_moe.weights),
+    "qwen3_moe": Family(qwen3_moe.read, moe_weights),
 }
 """By `model_type` of config.json."""

@@ -140,10 +140,17 @@ def output_projection(spec: ModelSpec, layer: int) -> Iterator[Weight]:
 
 def mlp(spec: ModelSpec, layer: int) -> Iterator[Weight]:
     """The norm before the MLP, its gate and up projections as tensors of their own, and its down projection."""
-    fused = {f"mlp.{x}_proj.weight": (spec.ffn, spec.hidden_size) for x in ("gate", "up")}
     yield mlp_norm(spec, layer)
-    yield layer_weight("gate_up", layer, fused, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight")
-    yield down_projection(spec, layer)
+    yield from gated_mlp(spec, layer, "mlp", spec.ffn)
+
+
+def gated_mlp(spec: ModelSpec, layer: int, module: str, ffn: int) -> Iterator[Weight]:
+    """Gate, up and down projections of an MLP of width `ffn`, whose module has the same name on all sides."""
+    fused = {f"{module}.{x}_proj.weight": (ffn, spec.hidden_size) for x in ("gate", "up")}
+    yield layer_weight(
+        "gate_up", layer, fused, f"{module}.linear_fc1.weight", f"{module}.gate_up_proj.weight"
+    )
+    yield down_projection(spec, layer, module, ffn)
 
 
 def mlp_norm(spec: ModelSpec, layer: int) -> Weight:
@@ -152,7 +159,8 @@ def mlp_norm(spec: ModelSpec, layer: int) -> Weight:
     return layer_weight("replicated", layer, {norm: (spec.hidden_size,)}, "pre_mlp_layernorm.weight", norm)
 
 
-def down_projection(spec: ModelSpec, layer: int) -> Weight:
-    """The MLP's second matrix."""
-    down = "mlp.down_proj.weight"
-    return layer_weight("columns", layer, {down: (spec.hidden_size, spec.ffn)}, "mlp.linear_fc2.weight", down)
+def down_projection(spec: ModelSpec, layer: int, module: str, ffn: int) -> Weight:
+    """The second matrix of an MLP of width `ffn`."""
+    down = f"{module}.down_proj.weight"
+    shapes = {down: (spec.hidden_size, ffn)}
+    return layer_weight("columns", layer, shapes, f"{module}.linear_fc2.weight", down)

@@ -1,21 +1,39 @@
-"""What the families with mixtures of experts share: a router and experts in place of each layer's MLP."""
+"""What the families with mixtures of experts share: a router and experts in place of a layer's MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.config_json import whole
-from grpo_mlm.layouts.families.dense import layer_weight, mlp_norm
+from grpo_mlm.layouts.families.dense import decoder_weights, gated_mlp, layer_weight, mlp, mlp_norm
 from grpo_mlm.layouts.spec import ModelSpec, Moe
 from grpo_mlm.layouts.weights import Weight
 
 
-def read_moe(config: dict[str, Any], ffn: str, norm_topk_prob: bool) -> Moe:
-    """The mixture; `ffn` is the key of an expert's width. Transformers 5 calls the number of experts
-    `num_local_experts` in files of either family; those on the hub have the family's own name."""
-    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the module of a mixture, and the three matrices of each expert."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+USUAL = Names()
+
+
+def read_moe(config: dict[str, Any], ffn: str, norm_topk_prob: bool, experts: str = "num_experts") -> Moe:
+    """The mixture; `ffn` is the key of an expert's width, `experts` that of their number.
+
+    Transformers 5 calls the number `num_local_experts` in files of some families, which on the hub have their own name.
+    """
+    if "num_local_experts" in config:
+        experts = "num_local_experts"
     moe = Moe(
         experts=whole(config, experts),
         top_k=whole(config, "num_experts_per_tok"),
@@ -27,19 +45,41 @@ def read_moe(config: dict[str, Any], ffn: str, norm_topk_prob: bool) -> Moe:
     return moe
 
 
-def expert_weights(
-    spec: ModelSpec, layer: int, block: str, gate: str, up: str, down: str
-) -> Iterator[Weight]:
-    """Norm, router and experts of one layer; `block` is their module's name, the others an expert's three matrices."""
-    moe, hidden = spec.moe, spec.hidden_size
+def moe_weights(spec: ModelSpec, names: Names = USUAL) -> Iterator[Weight]:
+    """Every weight of the model, in the order of computation."""
+    return decoder_weights(spec, partial(_feed_forward, names=names))
+
+
+def _feed_forward(spec: ModelSpec, layer: int, names: Names) -> Iterator[Weight]:
+    """The ordinary MLP, or norm, router, shared MLP and experts of one layer."""
+    if not spec.has_experts(layer):
+        yield from mlp(spec, layer)
+        return
+    moe = spec.moe
     assert moe is not None
-    router = f"{block}.gate.weight"
     yield mlp_norm(spec, layer)
-    yield layer_weight("replicated", layer, {router: (moe.experts, hidden)}, "mlp.router.weight", router)
-    for e in range(moe.experts):
-        at, local = f"{block}.experts.{e}.", "mlp.experts.local_experts.{expert}."
-        vllm = f"{block}.experts.routed_experts."
-        fused = {f"{at}{x}.weight": (moe.ffn, hidden) for x in (gate, up)}
-        yield layer_weight("gate_up", layer, fused, local + "linear_fc1.weight", vllm + "w13_weight", e)
-        second = {f"{at}{down}.weight": (hidden, moe.ffn)}
-        yield layer_weight("columns", layer, second, local + "linear_fc2.weight", vllm + "w2_weight", e)
+    yield from _router(spec, layer, moe, f"{names.block}.gate.")
+    if moe.shared_ffn:
+        yield from gated_mlp(spec, layer, f"{names.block}.shared_experts", moe.shared_ffn)
+    for expert in range(moe.experts):
+        yield from _expert(spec, layer, moe, names, expert)
+
+
+def _router(spec: ModelSpec, layer: int, moe: Moe, gate: str) -> Iterator[Weight]:
+    """The matrix that scores the experts, and the bias on their scores."""
+    matrix, bias, local = gate + "weight", gate + "e_score_correction_bias", "mlp.router."
+    shapes = {matrix: (moe.experts, spec.hidden_size)}
+    yield layer_weight("replicated", layer, shapes, local + "weight", matrix)
+    if moe.expert_bias:
+        weight = layer_weight("replicated", layer, {bias: (moe.experts,)}, local + "expert_bias", bias)
+        yield replace(weight, fp32=True)
+
+
+def _expert(spec: ModelSpec, layer: int, moe: Moe, names: Names, e: int) -> Iterator[Weight]:
+    """The matrices of one expert."""
+    at, local = f"{names.block}.experts.{e}.", "mlp.experts.local_experts.{expert}."
+    vllm = f"{names.block}.experts.routed_experts."
+    fused = {f"{at}{x}.weight": (moe.ffn, spec.hidden_size) for x in (names.gate, names.up)}
+    yield layer_weight("gate_up", layer, fused, local + "linear_fc1.weight", vllm + "w13_weight", e)
+    second = {f"{at}{names.down}.weight": (spec.hidden_size, moe.ffn)}
+    yield layer_weight("columns", layer, second, local + "linear_fc2.weight", vllm + "w2_weight", e)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mlm.layouts.config_json import refuse, whole
-from grpo_mlm.layouts.families.dense import decoder_weights, dense_spec
-from grpo_mlm.layouts.families.experts import expert_weights, read_moe
+from grpo_mlm.layouts.families.dense import dense_spec
+from grpo_mlm.layouts.families.experts import Names, moe_weights, read_moe
 from grpo_mlm.layouts.spec import ModelSpec
 from grpo_mlm.layouts.weights import Weight
 
@@ -23,8 +23,4 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 def weights(spec: ModelSpec) -> Iterator[Weight]:
     """Every weight of the model, in the order of computation."""
-    return decoder_weights(spec, _experts)
-
-
-def _experts(spec: ModelSpec, layer: int) -> Iterator[Weight]:
-    return expert_weights(spec, layer, "block_sparse_moe", "w1", "w3", "w2")
+    return moe_weights(spec, Names("block_sparse_moe", "w1", "w3", "w2"))

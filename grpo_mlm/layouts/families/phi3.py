@@ -49,7 +49,7 @@ def _mlp(spec: ModelSpec, layer: int) -> Iterator[Weight]:
     parts = _rows_of(name, [spec.ffn, spec.ffn], spec.hidden_size)
     yield mlp_norm(spec, layer)
     yield layer_boxes("gate_up", layer, parts, "mlp.linear_fc1.weight", name)
-    yield down_projection(spec, layer)
+    yield down_projection(spec, layer, "mlp", spec.ffn)
 
 
 def _rows_of(tensor: str, heights: list[int], width: int) -> list[tuple[str, Box]]:
