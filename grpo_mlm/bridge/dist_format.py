@@ -93,11 +93,6 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-def is_dist_checkpoint(folder: Path) -> bool:
-    """Whether the folder looks like a distributed checkpoint, of whatever backend."""
-    return (folder / BACKEND_FILE).is_file() and (folder / INDEX).is_file()
-
-
 def read_index(folder: Path, wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
     """The stored tensors by key, those alone that `wanted` says yes to; nothing of their data is read.
 

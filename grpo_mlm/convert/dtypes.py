@@ -11,7 +11,7 @@ from grpo_mlm.convert.options import TORCH_DTYPES, Dtype
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.copies import Copy
-from grpo_mlm.layouts.model import model_weights
+from grpo_mlm.layouts.model import float32_tensors
 
 
 def target_dtypes(
@@ -22,9 +22,7 @@ def target_dtypes(
     What a family must have in fp32, such as a bias on the router's scores, is never cast. UserError where slices of
     one tensor are stored in several dtypes.
     """
-    never_cast = {
-        name for weight in model_weights(source.spec) if weight.fp32 for name, _ in weight.canonical
-    }
+    never_cast = float32_tensors(source.spec)
     found: dict[str, tuple[torch.dtype, str]] = {}
     for copy in copies:
         kept = dtype == "keep" or copy.tensor in never_cast

@@ -56,6 +56,11 @@ class Journal:
 
     def _resume(self, fingerprint: str) -> None:
         lines = self._lines()
+        if len(lines) == 1:  # nothing is finished, so nothing is lost
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            self._file.truncate(0)
+            lines = []
         if lines[:1] != [{"job": fingerprint}] and (lines or any(self.folder.iterdir())):
             raise UserError(
                 f"{self.folder} holds files of another conversion (other source, options or version); "

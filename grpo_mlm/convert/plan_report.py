@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import reduce
 from pathlib import Path
 
 import torch
 
 from grpo_mlm.bridge.hf_store import without
+from grpo_mlm.convert.dtypes import target_dtypes
 from grpo_mlm.convert.open import Weights
-from grpo_mlm.convert.options import TORCH_DTYPES, Options
+from grpo_mlm.convert.options import Options
 from grpo_mlm.convert.plan_rows import Row, rows_of
 from grpo_mlm.convert.plan_targets import FILES, Target, rank_layouts
 from grpo_mlm.convert.resources import memory_budget
-from grpo_mlm.convert.target import DistTarget, HFTarget
+from grpo_mlm.convert.target import DistTarget, Format, HFTarget
+from grpo_mlm.convert.wanted import wanted_layout
 from grpo_mlm.convert.workers import BLOCKS_IN_FLIGHT
 from grpo_mlm.layouts.boxes import Layout, volume
+from grpo_mlm.layouts.copies import Copy
 from grpo_mlm.layouts.hf import hf_layout
 from grpo_mlm.layouts.megatron_dist import DistLayout, dist_layout
 from grpo_mlm.layouts.model import canonical_tensors
@@ -106,93 +108,91 @@ def describe_source(weights: Weights, allow_missing: Sequence[str]) -> Source:
     )
 
 
-def plan_target(weights: Weights, target: Target, options: Options, disk_speed: int) -> TargetPlan:
+def plan_target(
+    weights: Weights, source: Source, target: Target, options: Options, disk_speed: int
+) -> TargetPlan:
     """Join the source with one target. `disk_speed`: bytes a second, for reading and writing together.
 
-    UserError where the model cannot be cut as the target asks.
+    UserError where the model cannot be cut as the target asks; NamesDiffer and OutOfResources as the conversion.
     """
     homes = {piece.tensor: piece.local for piece in reversed(weights.store.layout.pieces)}
+    fits = not (source.missing or source.unexpected)
     ranks: dict[int, list[int]] = {}  # by layout, which replicas share
     layouts: dict[int, Layout] = {}
-    for rank, layout in enumerate(_layouts(weights, target)):
+    for rank, layout in enumerate(_layouts(weights, target, fits)):
         ranks.setdefault(id(layout), []).append(rank)
         layouts[id(layout)] = layout
     rows: list[Row] = []
     totals: list[RankTotals] = []
     read = 0
     for key, layout in layouts.items():
-        each, held = len(ranks[key]), _without_missing(layout, homes.keys())
-        mine = rows_of(held, homes, _dtypes(weights, held, homes, options), tuple(ranks[key]))
+        mine = _rows(weights, layout, homes, options, tuple(ranks[key]))
         rows += mine
-        totals.append(
-            RankTotals(
-                ranks=tuple(ranks[key]),
-                tensors=len(mine),
-                bytes=sum(row.bytes for row in mine) // each,
-                padding_bytes=sum(row.padding_bytes for row in mine) // each,
-            )
-        )
-        read += each * sum(
-            volume(piece.box) * weights.store.dtype(homes[piece.tensor]).itemsize for piece in held.pieces
+        totals.append(_totals(mine, tuple(ranks[key])))
+        read += len(ranks[key]) * sum(
+            volume(piece.box) * weights.store.dtype(homes[piece.tensor]).itemsize
+            for piece in layout.pieces
+            if piece.tensor in homes
         )
     written = sum(row.bytes for row in rows)
     is_files = target.kind in FILES
-    complete = homes.keys() == canonical_tensors(weights.spec).keys()
+    whole = homes.keys() == canonical_tensors(weights.spec).keys()
     return TargetPlan(
         target=target,
         rows=tuple(rows),
         ranks=() if is_files else tuple(totals),
-        files=_files(weights, held, homes, options) if is_files else {},
+        files=_files(weights, layout, rows, options) if is_files else {},
         read_bytes=read,
-        peak_memory_bytes=_peak_memory(held, written, options)
+        peak_memory_bytes=_peak_memory(layout, written, options)
         if is_files
-        else max(one.bytes for one in totals),
+        else max(t.bytes for t in totals),
         seconds=(read + written) / disk_speed if is_files else None,
-        digest=make_plan([weights.store.layout], list(layouts.values())).digest if complete else None,
+        digest=make_plan([weights.store.layout], list(layouts.values())).digest if whole else None,
     )
 
 
-def _layouts(weights: Weights, target: Target) -> list[Layout]:
-    """Of each rank of the target; one for a set of files."""
-    if target.kind == "hf":
-        return [hf_layout(weights.spec, weights.hf_names)]
-    if target.kind == "dist":
-        return [dist_layout(weights.spec)]
+def _layouts(weights: Weights, target: Target, fits: bool) -> list[Layout]:
+    """Of each rank of the target; one for a set of files, less what the source is allowed to lack."""
+    if target.kind in FILES:
+        output: Format = "hf" if target.kind == "hf" else "torch_dist"
+        if fits:
+            return [wanted_layout(weights, output)]
+        return [hf_layout(weights.spec, weights.hf_names) if output == "hf" else dist_layout(weights.spec)]
     return rank_layouts(target, weights.spec)
 
 
-def _without_missing(layout: Layout, known: Collection[str]) -> Layout:
-    """The layout less the tensors that need what the source has not."""
-    short = {piece.local for piece in layout.pieces if piece.tensor not in known}
-    if not short:
-        return layout
-    kept = without(layout, short)
-    return replace(layout, shapes=kept.shapes, pieces=kept.pieces, fills=kept.fills)
+def _rows(
+    weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options, ranks: tuple[int, ...]
+) -> list[Row]:
+    """One row a tensor, but for those of which the source lacks a part."""
+    short = {piece.local for piece in layout.pieces if piece.tensor not in homes}
+    held = without(layout, short)
+    copies = (
+        Copy(piece.tensor, piece.box, 0, homes[piece.tensor], piece.box, 0, piece.local, piece.local_box)
+        for piece in held.pieces
+    )
+    filled = without(held, held.shapes.keys() - {piece.local for piece in held.pieces})
+    dtypes = target_dtypes(weights, filled, copies, options.dtype)
+    usual = next(iter(dtypes.values()), torch.float32)  # of a tensor that is nothing but padding
+    own_shapes = layout.stored if isinstance(layout, DistLayout) else layout.shapes
+    return rows_of(held, own_shapes, homes, {name: dtypes.get(name, usual) for name in held.shapes}, ranks)
 
 
-def _dtypes(
-    weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options
-) -> dict[str, torch.dtype]:
-    """Of each tensor of the target: the one asked for, else one that holds all that goes into it."""
-    if options.dtype != "keep":
-        return dict.fromkeys(layout.shapes, TORCH_DTYPES[options.dtype])
-    parts: dict[str, set[torch.dtype]] = {name: set() for name in layout.shapes}
-    for piece in layout.pieces:
-        parts[piece.local].add(weights.store.dtype(homes[piece.tensor]))
-    usual = next(iter(weights.store.layout.shapes))
-    return {
-        name: reduce(torch.promote_types, found) if found else weights.store.dtype(usual)
-        for name, found in parts.items()
-    }
+def _totals(rows: Sequence[Row], ranks: tuple[int, ...]) -> RankTotals:
+    each = len(ranks)
+    padding = sum(row.padding_bytes for row in rows)
+    return RankTotals(ranks, len(rows), sum(row.bytes for row in rows) // each, padding // each)
 
 
-def _files(weights: Weights, layout: Layout, homes: Mapping[str, str], options: Options) -> dict[str, int]:
-    """Bytes of tensors in each file that would be written."""
-    dtypes = _dtypes(weights, layout, homes, options)
+def _files(weights: Weights, layout: Layout, rows: Sequence[Row], options: Options) -> dict[str, int]:
+    """Bytes of tensors in each file that would be written; none where tensors are missing."""
+    dtypes = {row.tensor: getattr(torch, row.dtype) for row in rows}
+    if dtypes.keys() != layout.shapes.keys():
+        return {}
     block = memory_budget(options.memory_limit, options.workers, layout).block_bytes
     if isinstance(layout, DistLayout):
         return DistTarget(layout, dtypes, block, options.max_shard_size).files()
-    return HFTarget(layout, dtypes, block, options.max_shard_size).files()
+    return HFTarget(weights.spec, layout, dtypes, block, options.max_shard_size).files()
 
 
 def _peak_memory(layout: Layout, written: int, options: Options) -> int:

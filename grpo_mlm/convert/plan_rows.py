@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from grpo_mlm.layouts.boxes import Layout, volume
-from grpo_mlm.layouts.megatron_dist import DistLayout
 from grpo_mlm.layouts.weights import Shape, full
 
 # Numbers of layers, experts and chunks: between dots, at the end of a grouped expert's weight, after "chunk".
@@ -34,16 +33,20 @@ class Row:
 
 
 def rows_of(
-    layout: Layout, homes: Mapping[str, str], dtypes: Mapping[str, torch.dtype], ranks: tuple[int, ...]
+    layout: Layout,
+    own_shapes: Mapping[str, Shape],
+    homes: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+    ranks: tuple[int, ...],
 ) -> list[Row]:
-    """One row a tensor. `homes`: the stored tensor that holds each canonical one."""
+    """One row a tensor. `own_shapes` are the tensors' shapes to show, which may have more axes than the layout's;
+    `homes` is the stored tensor that holds each canonical one."""
     sources: dict[str, dict[str, None]] = {name: {} for name in layout.shapes}
     for piece in layout.pieces:
         sources[piece.local][homes[piece.tensor]] = None
     padding = dict.fromkeys(layout.shapes, 0)
     for name, box in layout.fills:
         padding[name] += volume(box)
-    own_shapes = layout.stored if isinstance(layout, DistLayout) else layout.shapes
     return [
         Row(
             tensor=name,
@@ -65,7 +68,9 @@ def by_kind(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         key = (_kind(row.tensor), row.shape, row.dtype)
         sources = tuple(map(_kind, row.sources))
-        one = kinds.get(key, replace(row, tensor=key[0], sources=(), count=0, ranks=(), bytes=0, padding_bytes=0))
+        one = kinds.get(
+            key, replace(row, tensor=key[0], sources=(), count=0, ranks=(), bytes=0, padding_bytes=0)
+        )
         kinds[key] = replace(
             one,
             count=one.count + row.count,

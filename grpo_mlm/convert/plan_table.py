@@ -94,9 +94,11 @@ def _show_target(plan: TargetPlan, detail: Detail, disk_speed: int) -> Iterator[
     if rows:
         yield _table(rows, with_ranks=bool(plan.ranks))
     if plan.files and detail != "summary":
-        yield from _list([f"  {name}  {show_size(n)}" for name, n in plan.files.items()])
+        first, *others = plan.files
+        more = f" to {others[-1]}, at most" if others else ","
+        yield printable(f"  {first}{more} {show_size(max(plan.files.values()))}")
     if plan.ranks:
-        yield from _list([_rank_line(one) for one in plan.ranks])
+        yield from _list([_rank_line(one) for one in _alike(plan.ranks)])
         yield f"  largest rank: {show_size(plan.peak_memory_bytes)} of weights"
     if plan.seconds is not None:
         yield (
@@ -128,6 +130,14 @@ def _table(rows: Sequence[Row], with_ranks: bool) -> Table:
         ]
         table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
+
+
+def _alike(ranks: Sequence[RankTotals]) -> list[RankTotals]:
+    """Ranks that hold equally much, as one entry."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for one in ranks:
+        groups.setdefault((one.tensors, one.bytes, one.padding_bytes), []).extend(one.ranks)
+    return [RankTotals(tuple(sorted(members)), *numbers) for numbers, members in groups.items()]
 
 
 def _rank_line(one: RankTotals) -> str:

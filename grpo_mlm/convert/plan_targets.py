@@ -46,13 +46,14 @@ class Target:
 
 def parse_target(text: str) -> Target:
     """UserError, with what would be right: unknown kind or key, a key twice, a value that is no size."""
-    kind, colon, rest = text.partition(":")
-    keys = _KEYS.get(kind)  # type: ignore[call-overload]
-    if keys is None:
+    name, colon, rest = text.partition(":")
+    kind = next((known for known in _KEYS if known == name), None)
+    if kind is None:
         raise UserError(
-            f"target {text!r}: {kind!r} is not known; choose hf, dist, megatron:tp=2,pp=2 or vllm:tp=4"
-            + did_you_mean(kind, _KEYS)
+            f"target {text!r}: {name!r} is not known; choose hf, dist, megatron:tp=2,pp=2 or vllm:tp=4"
+            + did_you_mean(name, _KEYS)
         )
+    keys = _KEYS[kind]
     sizes: dict[str, int] = {}
     for entry in rest.split(",") if colon else ():
         key, equals, value = entry.partition("=")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from grpo_mlm.bridge.store import TensorStore
+import torch
+
 from grpo_mlm.convert.covers import Cover, covers
 from grpo_mlm.convert.difference import Tally
 from grpo_mlm.convert.open import Weights
@@ -82,7 +83,7 @@ def verify(a: Weights, b: Weights, workers: int, memory_limit: int, progress: Pr
     block = max(1, memory_limit // (workers * BYTES_PER_ELEMENT))
     with ThreadPoolExecutor(workers) as pool:
         try:
-            compared = tuple(pool.map(lambda job: _compare(*job, block, progress), jobs))
+            compared = tuple(pool.map(lambda job: _compare(job, block, progress), jobs))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -105,10 +106,10 @@ def _comparisons(tensor: str, in_a: list[Cover], in_b: list[Cover]) -> Iterator[
         yield tensor, cover, in_b[0]
 
 
-def _compare(tensor: str, a: Cover, b: Cover, block: int, progress: Progress) -> Compared:
+def _compare(job: Job, block: int, progress: Progress) -> Compared:
+    tensor, a, b = job
     shape, shape_b = _shape(a), _shape(b)
-    names = (str(cover.dtype).removeprefix("torch.") for cover in (a, b))
-    one = Compared(tensor, a.stored, b.stored, *names, shape, shape_b)
+    one = Compared(tensor, a.stored, b.stored, _name(a.dtype), _name(b.dtype), shape, shape_b)
     for box in _blocks(shape, block) if shape == shape_b else ():
         one.tally.add(a.read(box), b.read(box), tuple(start for start, _ in box))
         progress.advance(volume(box) * (a.dtype.itemsize + b.dtype.itemsize))
@@ -140,8 +141,5 @@ def _nbytes(job: Job) -> int:
     return sum(volume(full(_shape(cover))) * cover.dtype.itemsize for cover in both)
 
 
-def stored_bytes(store: TensorStore) -> int:
-    """Bytes of all stored tensors."""
-    return sum(
-        volume(full(shape)) * store.dtype(name).itemsize for name, shape in store.layout.shapes.items()
-    )
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from grpo_mlm.convert.text import show_size
 from grpo_mlm.convert.verify import Compared, Verdict
 from grpo_mlm.errors import NamesDiffer, ValuesDiffer
 
-SHOWN = 20
+SHOWN = 10
 """Names and differences that the text lists; JSON has them all."""
 
 
@@ -23,7 +23,7 @@ def as_json(verdict: Verdict, allow_rounding: bool) -> dict[str, Any]:
         "only_in_a": list(verdict.only_in_a),
         "only_in_b": list(verdict.only_in_b),
         "mismatches": [_entry(one) for one in bad],
-        "rounded": [_entry(one) for one in verdict.different if one not in bad],
+        "rounded": [_entry(one) for one in _rounded(verdict, allow_rounding)],
         "other_dtype": [
             {"tensor": one.tensor, "dtype_a": one.dtype_a, "dtype_b": one.dtype_b}
             for one in verdict.other_dtype
@@ -36,19 +36,24 @@ def mismatches(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
     return [one for one in verdict.different if not (allow_rounding and one.only_rounded)]
 
 
+def _rounded(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
+    """The differences that do not count."""
+    return [one for one in verdict.different if allow_rounding and one.only_rounded]
+
+
 def lines(verdict: Verdict, allow_rounding: bool) -> Iterator[str]:
     """The verdict for people."""
     for side, names in (("A", verdict.only_in_a), ("B", verdict.only_in_b)):
         if names:
             yield f"only in {side}: {len(names)} tensors"
             yield from _first([f"  {name}" for name in names])
-    bad = mismatches(verdict, allow_rounding)
-    if bad:
-        yield f"different: {len(bad)} of {len(verdict.compared)} tensors"
+    wrong = [one for one in verdict.different if not one.only_rounded]
+    if wrong:
+        yield f"different: {len(wrong)} of {len(verdict.compared)} tensors"
         yield from _first(
-            [line for one in bad[:SHOWN] for line in _describe(one)], len(bad) - SHOWN, 4 * SHOWN
+            [line for one in wrong[:SHOWN] for line in _describe(one)], len(wrong) - SHOWN, 4 * SHOWN
         )
-    rounded = [one for one in verdict.different if one not in bad]
+    rounded = [one for one in verdict.different if one.only_rounded]
     for what, some in (("equal but for rounding", rounded), ("equal in value", verdict.other_dtype)):
         for dtypes in sorted({(one.dtype_a, one.dtype_b) for one in some}):
             count = sum((one.dtype_a, one.dtype_b) == dtypes for one in some)

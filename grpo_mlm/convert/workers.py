@@ -71,20 +71,23 @@ class FileWriter:
 
     def _blocks(self, wanted: list[tuple[str, Rows]], not_finite: Counter[str]) -> Iterator[Tensor]:
         """The blocks in order, each read while the one before is written."""
-        following: Future[Tensor] | None = None
-        for i, (name, _) in enumerate(wanted):
-            now = following or self._readers.submit(self._gather.block, *wanted[i])
-            values = now.result()
-            following = (
-                self._readers.submit(self._gather.block, *wanted[i + 1]) if i + 1 < len(wanted) else None
-            )
+        jobs = iter(wanted)
+        reads = deque(self._readers.submit(self._read, *job) for job in islice(jobs, 1))
+        while reads:
+            name, values, odd = reads.popleft().result()
+            reads.extend(self._readers.submit(self._read, *job) for job in islice(jobs, 1))
             if self._stop.is_set():
                 raise _Stopped
-            if odd := count_not_finite(values):
+            if odd:
                 not_finite[name] += odd
             yield values
             self._progress.advance(values.nbytes)
-            del now, values  # or two blocks more would be alive while the next is waited for
+            del values  # or it would be alive while the next is waited for
+
+    def _read(self, name: str, rows: Rows) -> tuple[str, Tensor, int]:
+        """One block, and how many of its values are no finite numbers."""
+        values = self._gather.block(name, rows)
+        return name, values, count_not_finite(values)
 
 
 def count_not_finite(values: Tensor) -> int:

@@ -60,10 +60,8 @@ def dist_layout(spec: ModelSpec, per_layer: bool = False, vocab_rows: int | None
     """
     slots: dict[str, list[_Tensor]] = {}
     for tensor in _tensors(spec, per_layer):
-        keys = (
-            tensor.spellings if spec.moe and tensor.spellings[-1].endswith("pre_mlp_layernorm.weight") else ()
-        )
-        for key in keys or tensor.spellings[:1]:
+        before_experts = spec.moe and tensor.spellings[-1].endswith("pre_mlp_layernorm.weight")
+        for key in tensor.spellings if before_experts else tensor.spellings[:1]:
             slots.setdefault(key, []).append(tensor)
     return _as_dist_layout(slots, {} if vocab_rows is None else dict.fromkeys(_VOCABULARY, vocab_rows))
 
@@ -170,12 +168,11 @@ def _as_dist_layout(slots: Mapping[str, list[_Tensor]], vocab_rows: Mapping[str,
             [piece] = first.part.pieces
             rows = vocab_rows.get(key, first.part.shape[0])
             parts[key] = stack(key, [(piece.tensor, piece.box)], (0, rows))
+            stored[key] = parts[key].shape
         else:
             parts[key] = pile(_renamed(t.part, key) for t in sorted(tensors, key=lambda t: t.index))
-        stored[key] = (*first.axes, *first.part.shape)
-        if key in _VOCABULARY:
-            stored[key] = parts[key].shape
-        assert prod(stored[key]) == prod(parts[key].shape), key
+            stored[key] = (*first.axes, *first.part.shape)
+            assert prod(stored[key]) == prod(parts[key].shape), key
     layout = as_layout(parts)
     return DistLayout(layout.shapes, layout.pieces, layout.fills, stored)
 

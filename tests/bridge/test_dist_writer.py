@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_the_index_is_what_torch_reads(tmp_path: Path) -> None:
     index = FileSystemReader(tmp_path / "whole").read_metadata()
     layout = dist_layout(SPEC)
     tensor = held(layout, weights)[FC1].view(layout.stored[FC1])
-    stored = index.state_dict_metadata[FC1]
-    assert (stored.size, stored.properties.dtype) == ((4, 8, 24, 8), torch.float32)
+    stored: Any = index.state_dict_metadata[FC1]
+    assert (stored.size, stored.properties.dtype) == ((4, 8, 24, 8), torch.float64)
     for key, place in index.storage_data.items():
         if key.fqn == FC1:
             with (tmp_path / "whole" / place.relative_path).open("rb") as file:

@@ -13,10 +13,11 @@ from grpo_mlm.convert.job import convert, export_checkpoint, import_checkpoint
 from grpo_mlm.convert.options import Options, Silent
 from tests.convert.models import FAMILIES, Told, assert_same_weights, contents, logits, make_model, manifest
 
+PLAIN = Options()
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja")
 
 
-def there_and_back(source: Path, there: Path, back: Path, options: Options = Options()) -> None:
+def there_and_back(source: Path, there: Path, back: Path, options: Options = PLAIN) -> None:
     import_checkpoint(source, there, options, Silent())
     export_checkpoint(there, back, options, Silent())
 
@@ -54,7 +55,7 @@ def test_files_are_cut_at_their_size_and_indexed(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(sizes)
     assert len(sizes) > 2
     assert max(sizes) <= 100_000
-    assert list(files)[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert next(iter(files)) == f"model-00001-of-{len(files):05}.safetensors"
     assert len(list((tmp_path / "dist").glob("*.distcp"))) > 2
 
 

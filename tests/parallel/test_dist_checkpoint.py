@@ -81,7 +81,7 @@ class Model:
     folder: Path
 
     def step(self, source: str, save: str | None = None, **how: Any) -> Step:
-        return Step(self.spec, self.folder / source, self.tokens, save and self.folder / save, **how)
+        return Step(self.spec, self.folder / source, self.tokens, self.folder / save if save else None, **how)
 
 
 def run_steps(work: list[tuple[MegatronParallel, list[Step]]]) -> list[list[Tensor | None]]:
@@ -161,7 +161,7 @@ def test_stock_megatron_loads_what_we_write(
     sizes = [par for par in (MOE if models[name].spec.moe else DENSE) if par.vpp == 1]
     for par in sizes:
         logits = loaded[name, par][..., : reference.shape[-1]]
-        torch.testing.assert_close(logits, reference, atol=1e-4, rtol=0, msg=lambda m, par=par: f"{par}: {m}")
+        torch.testing.assert_close(logits, reference, atol=1e-4, rtol=0, msg=f"{name} at {par}")
 
 
 @pytest.mark.parametrize("name", MODELS)
