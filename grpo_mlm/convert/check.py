@@ -26,7 +26,7 @@ def check_output(how: str, src: Path, dst: Path, options: Options, progress: Pro
     elif how == "full":
         source = open_weights(src, options.reference, options.allow_missing, options.allow_remote_code)
         written = open_weights(dst, None, options.allow_missing, options.allow_remote_code)
-        verdict = verify(source, written, options.workers, options.memory_limit, progress)
+        verdict = verify(source, written, options, progress)
         raise_unless_equal(verdict, allow_rounding=options.dtype != "keep")
 
 

@@ -167,6 +167,7 @@ def verify(
     allow_rounding: cli.AllowRounding = False,
     logits: cli.Logits = False,
     logits_tolerance: cli.LogitsTolerance = 1e-4,
+    allow_missing: cli.AllowMissing = None,
     reference: cli.Reference = None,
     allow_remote_code: cli.RemoteCode = False,
     workers: cli.Workers = 2,
@@ -186,6 +187,8 @@ def verify(
 
     Exit code 3 where one side has tensors that the other has not, 4 where values differ.
     """
-    options = run.read_options(workers, memory_limit, "5GB", "keep", None, reference, allow_remote_code)
+    options = run.read_options(
+        workers, memory_limit, "5GB", "keep", allow_missing, reference, allow_remote_code
+    )
     tolerance = logits_tolerance if logits else None
     run.run_verify(a, b, options, allow_rounding, tolerance, quiet, as_json)

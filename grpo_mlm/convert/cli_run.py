@@ -133,9 +133,10 @@ def run_verify(
         open_weights(path, options.reference, ("*",), options.allow_remote_code) for path in (a, b)
     )
     with watched("comparing", quiet) as progress:
-        verdict = verify(first, second, options.workers, options.memory_limit, progress)
+        verdict = verify(first, second, options, progress)
     gap = None
-    if logits_tolerance is not None and not (verdict.only_in_a or verdict.only_in_b):
+    whole = first.spec == second.spec and not (verdict.only_in_a or verdict.only_in_b or verdict.allowed)
+    if logits_tolerance is not None and whole:
         gap = compare_logits(first, second, logits_tolerance)
     if as_json:
         _print_json(report.as_json(verdict, allow_rounding) | {"logits": gap.as_json() if gap else None})

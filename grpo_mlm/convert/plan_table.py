@@ -16,8 +16,8 @@ from grpo_mlm.convert.text import printable, show_seconds, show_size
 Detail = Literal["tensors", "kinds", "summary"]
 FORMAT_VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes away."""
-SHOWN = 12
-"""Files, groups of ranks and names of which the text lists every one; else the first and the count."""
+SHOWN, SHOWN_SPANS = 12, 4
+"""Groups of ranks and names, and runs of ranks, that the text lists; of more it tells the number."""
 
 
 def as_json(source: Source, plans: Sequence[TargetPlan], detail: Detail, disk_speed: int) -> dict[str, Any]:
@@ -143,18 +143,20 @@ def _alike(ranks: Sequence[RankTotals]) -> list[RankTotals]:
 def _rank_line(one: RankTotals) -> str:
     each = " each" if len(one.ranks) > 1 else ""
     padding = f", {show_size(one.padding_bytes)} of it padding" if one.padding_bytes else ""
-    return f"  rank {spans(one.ranks)}: {one.tensors} tensors, {show_size(one.bytes)}{each}{padding}"
+    ranks = "ranks" if each else "rank"
+    return f"  {ranks} {spans(one.ranks)}: {one.tensors} tensors, {show_size(one.bytes)}{each}{padding}"
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as `0-2,5`."""
+    """0, 1, 2, 5 as `0-2,5`; the first few of many."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and parts[-1][1] == n - 1:
             parts[-1][1] = n
         else:
             parts.append([n, n])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+    text = ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts[:SHOWN_SPANS])
+    return text if len(parts) <= SHOWN_SPANS else f"{text},... ({len(numbers)})"
 
 
 def _list(lines: Sequence[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -103,4 +104,6 @@ class DistTarget:
         return records
 
     def finish(self, folder: Path, records: Iterable[FileRecord]) -> None:
-        write_metadata(folder, chain.from_iterable(record.items for record in records))
+        items = list(chain.from_iterable(record.items for record in records))
+        # Pickle writes shared strings as references. Fresh ones, as from a journal: a resumed run writes the same bytes.
+        write_metadata(folder, json.loads(json.dumps(items)))

@@ -5,16 +5,17 @@ No model is built and no tensor is read whole: memory is bounded whatever the si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 
 from grpo_mlm.convert.covers import Cover, covers
 from grpo_mlm.convert.difference import Tally
 from grpo_mlm.convert.open import Weights
-from grpo_mlm.convert.options import Progress
+from grpo_mlm.convert.options import Options, Progress
 from grpo_mlm.layouts.boxes import Box, volume
 from grpo_mlm.layouts.hf import EMBEDDING, HEAD
 from grpo_mlm.layouts.weights import Shape, full
@@ -33,6 +34,7 @@ class Compared:
     dtype_b: str
     shape: Shape
     shape_b: Shape
+    nbytes: int  # of both sides
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -52,10 +54,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a comparison. The names are those of canonical tensors."""
+    """What came of a comparison. The names are those of canonical tensors.
+
+    `not_compared`: tensors that config.json does not describe, and those that it describes and neither side has.
+    `allowed`: names of all three kinds that a pattern lets pass; they are in no other list.
+    """
 
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
+    not_compared: tuple[str, ...]
+    allowed: tuple[str, ...]
     compared: tuple[Compared, ...]
     bytes_read: int
 
@@ -69,10 +77,10 @@ class Verdict:
         return [one for one in self.compared if one.equal and one.dtype_a != one.dtype_b]
 
 
-def verify(a: Weights, b: Weights, workers: int, memory_limit: int, progress: Progress) -> Verdict:
-    """Compare all tensors that both sides have.
+def verify(a: Weights, b: Weights, options: Options, progress: Progress) -> Verdict:
+    """Compare all tensors that both sides have. Of the options: workers, memory_limit and allow_missing.
 
-    A head that is stored although it is tied to the embedding, on either side, is compared with the embedding.
+    Both sides were opened with all names allowed to differ that shall be told of instead of ending the work. A head that is stored although it is tied to the embedding, on either side, is compared with the embedding.
     """
     same = {HEAD: EMBEDDING} if a.spec.tied or b.spec.tied else {}
     in_a, in_b = covers(a.store, same), covers(b.store, same)
@@ -80,18 +88,40 @@ def verify(a: Weights, b: Weights, workers: int, memory_limit: int, progress: Pr
         job for tensor in in_a if tensor in in_b for job in _comparisons(tensor, in_a[tensor], in_b[tensor])
     ]
     progress.start(sum(map(_nbytes, jobs)), 0)
-    block = max(1, memory_limit // (workers * BYTES_PER_ELEMENT))
-    with ThreadPoolExecutor(workers) as pool:
+    block = max(1, options.memory_limit // (options.workers * BYTES_PER_ELEMENT))
+    with ThreadPoolExecutor(options.workers) as pool:
         try:
             compared = tuple(pool.map(lambda job: _compare(job, block, progress), jobs))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return _verdict(a, b, in_a.keys(), in_b.keys(), options.allow_missing, compared)
+
+
+def _verdict(
+    a: Weights,
+    b: Weights,
+    in_a: Collection[str],
+    in_b: Collection[str],
+    patterns: Sequence[str],
+    compared: tuple[Compared, ...],
+) -> Verdict:
+    """Sort the names that could not be compared."""
+    only_in_a = [name for name in in_a if name not in in_b]
+    only_in_b = [name for name in in_b if name not in in_a]
+    neither = {*a.skipped, *b.skipped} - {*in_a, *in_b}
+    allowed = {
+        name
+        for name in (*only_in_a, *only_in_b, *neither)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
     return Verdict(
-        only_in_a=tuple(name for name in in_a if name not in in_b),
-        only_in_b=tuple(name for name in in_b if name not in in_a),
+        only_in_a=tuple(name for name in only_in_a if name not in allowed),
+        only_in_b=tuple(name for name in only_in_b if name not in allowed),
+        not_compared=tuple(sorted(neither - allowed)),
+        allowed=tuple(sorted(allowed)),
         compared=compared,
-        bytes_read=sum(map(_nbytes, jobs)),
+        bytes_read=sum(one.nbytes for one in compared),
     )
 
 
@@ -109,7 +139,7 @@ def _comparisons(tensor: str, in_a: list[Cover], in_b: list[Cover]) -> Iterator[
 def _compare(job: Job, block: int, progress: Progress) -> Compared:
     tensor, a, b = job
     shape, shape_b = _shape(a), _shape(b)
-    one = Compared(tensor, a.stored, b.stored, _name(a.dtype), _name(b.dtype), shape, shape_b)
+    one = Compared(tensor, a.stored, b.stored, _name(a.dtype), _name(b.dtype), shape, shape_b, _nbytes(job))
     for box in _blocks(shape, block) if shape == shape_b else ():
         one.tally.add(a.read(box), b.read(box), tuple(start for start, _ in box))
         progress.advance(volume(box) * (a.dtype.itemsize + b.dtype.itemsize))

@@ -17,11 +17,13 @@ def as_json(verdict: Verdict, allow_rounding: bool) -> dict[str, Any]:
     """All of the verdict, in JSON values."""
     bad = mismatches(verdict, allow_rounding)
     return {
-        "equal": not (bad or verdict.only_in_a or verdict.only_in_b),
+        "equal": not (bad or _odd_names(verdict)),
         "compared_tensors": len(verdict.compared),
         "bytes_read": verdict.bytes_read,
         "only_in_a": list(verdict.only_in_a),
         "only_in_b": list(verdict.only_in_b),
+        "not_compared": list(verdict.not_compared),
+        "allowed": list(verdict.allowed),
         "mismatches": [_entry(one) for one in bad],
         "rounded": [_entry(one) for one in _rounded(verdict, allow_rounding)],
         "other_dtype": [
@@ -36,6 +38,10 @@ def mismatches(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
     return [one for one in verdict.different if not (allow_rounding and one.only_rounded)]
 
 
+def _odd_names(verdict: Verdict) -> bool:
+    return bool(verdict.only_in_a or verdict.only_in_b or verdict.not_compared)
+
+
 def _rounded(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
     """The differences that do not count."""
     return [one for one in verdict.different if allow_rounding and one.only_rounded]
@@ -43,9 +49,14 @@ def _rounded(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
 
 def lines(verdict: Verdict, allow_rounding: bool) -> Iterator[str]:
     """The verdict for people."""
-    for side, names in (("A", verdict.only_in_a), ("B", verdict.only_in_b)):
+    for what, names in (
+        ("only in A", verdict.only_in_a),
+        ("only in B", verdict.only_in_b),
+        ("unknown to config.json, or on neither side, and so not compared", verdict.not_compared),
+        ("left out, as --allow-missing says", verdict.allowed),
+    ):
         if names:
-            yield f"only in {side}: {len(names)} tensors"
+            yield f"{what}: {len(names)}"
             yield from _first([f"  {name}" for name in names])
     wrong = [one for one in verdict.different if not one.only_rounded]
     if wrong:
@@ -66,10 +77,9 @@ def raise_unless_equal(verdict: Verdict, allow_rounding: bool) -> None:
     """NamesDiffer, or else ValuesDiffer, with the count; nothing where the weights are equal."""
     bad = mismatches(verdict, allow_rounding)
     also = f"; of the tensors that both have, {len(bad)} differ" if bad else ""
-    if verdict.only_in_a or verdict.only_in_b:
-        raise NamesDiffer(
-            f"names differ: {len(verdict.only_in_a)} tensors only in A, {len(verdict.only_in_b)} only in B{also}"
-        )
+    if _odd_names(verdict):
+        counts = f"{len(verdict.only_in_a)} tensors only in A, {len(verdict.only_in_b)} only in B"
+        raise NamesDiffer(f"names differ: {counts}, {len(verdict.not_compared)} not compared{also}")
     if bad:
         hint = ""
         if all(one.only_rounded for one in bad):

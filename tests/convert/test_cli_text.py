@@ -41,6 +41,7 @@ def test_shown() -> None:
     ]  # fmt: skip
     assert [show_seconds(s) for s in (0.2, 90, 600, 9000)] == ["under 1 s", "90 s", "10 min", "2.5 h"]
     assert spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert spans(range(0, 20, 2)) == "0,2,4,6,... (10)"
     assert printable("a\x1b[2J\nb\x07") == "a\\x1b[2J\nb\\x07"
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mlm.convert.job import convert, export_checkpoint, import_checkpoint
 from grpo_mlm.convert.options import Options, Silent
+from tests.convert.command import QWEN3_MOE
+from tests.convert.command import make_model as make_folder
 from tests.convert.models import FAMILIES, Told, assert_same_weights, contents, logits, make_model, manifest
 
 PLAIN = Options()
@@ -178,3 +180,16 @@ def test_the_manifest_names_source_files_and_hashes(tmp_path: Path) -> None:
     assert {"model.safetensors", "config.json"} <= {file["name"] for file in said["source_files"]}
     assert said["versions"]["torch"]
     assert said["options"]["dtype"] == "keep"
+
+
+def test_a_bias_on_the_routers_scores_is_never_cast(tmp_path: Path) -> None:
+    """In bfloat16, biases that differ become equal, and other experts are chosen."""
+    config = QWEN3_MOE | {"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 1}
+    source = make_folder(tmp_path / "hf", config | {"first_k_dense_replace": 1})
+    there_and_back(source, tmp_path / "dist", tmp_path / "back", Options(dtype="bfloat16"))
+    for name, tensor in load_file(source / "model.safetensors").items():
+        bias = name == "model.layers.1.mlp.gate.e_score_correction_bias"
+        wanted = tensor if bias else tensor.bfloat16()
+        got = load_file(tmp_path / "back" / "model.safetensors")[name]
+        assert got.dtype == wanted.dtype, name
+        assert torch.equal(got, wanted), name

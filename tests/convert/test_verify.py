@@ -116,6 +116,27 @@ def test_a_missing_tensor_and_a_changed_one_are_both_told(model: Path, tmp_path:
     assert "1 differ" in done.err
 
 
+def test_a_tensor_that_is_no_part_of_the_model_is_not_passed_over(model: Path, tmp_path: Path) -> None:
+    odd = edited(model, tmp_path / "odd", edit=lambda tensors: tensors.update(strange=torch.zeros(1)))
+    for a, b in ((model, odd), (odd, model), (odd, odd)):
+        done = convert("verify", a, b, "--json")
+        assert done.code == 3
+        assert (done.json["equal"], done.json["not_compared"]) == (False, ["strange"])
+    done = convert("verify", model, odd, "--allow-missing", "strange", "--json")
+    assert done.code == 0
+    assert (done.json["equal"], done.json["not_compared"], done.json["allowed"]) == (True, [], ["strange"])
+
+
+def test_a_tensor_that_neither_side_has(model: Path, tmp_path: Path) -> None:
+    short = edited(model, tmp_path / "short", edit=lambda tensors: tensors.pop(Q_PROJ))
+    done = convert("verify", short, short, "--json")
+    assert (done.code, done.json["not_compared"]) == (3, [Q_PROJ])
+    again = tmp_path / "again"
+    assert convert("export", short, again, "--allow-missing", Q_PROJ, "--verify", "full").code == 0
+    assert convert("verify", short, again, "--allow-missing", "*.q_proj.*").code == 0
+    assert convert("verify", model, again, "--allow-missing", "*.q_proj.*").code == 0
+
+
 def test_another_depth_and_another_shape(model: Path, tmp_path: Path) -> None:
     deeper = make_model(tmp_path / "deeper", QWEN3 | {"num_hidden_layers": 3})
     done = convert("verify", model, deeper, "--json")
@@ -243,10 +264,29 @@ def test_json_keys_stay(model: Path, tmp_path: Path) -> None:
     other = edited(model, tmp_path / "other", edit=lambda tensors: tensors[GATE][0].zero_())
     found = json.loads(convert("verify", model, other, "--json").out)
     assert found.keys() == {
-        "equal", "compared_tensors", "bytes_read", "only_in_a", "only_in_b", "mismatches", "rounded", "other_dtype",
+        "equal", "compared_tensors", "bytes_read", "only_in_a", "only_in_b", "not_compared", "allowed", "mismatches", "rounded", "other_dtype",
         "logits",
     }  # fmt: skip
     assert found["mismatches"][0].keys() == {
         "tensor", "stored_a", "stored_b", "dtype_a", "dtype_b", "shape_a", "shape_b", "differing", "first_index",
         "first_a", "first_b", "max_abs_difference", "not_finite", "only_rounded",
     }  # fmt: skip
+
+
+def test_no_more_is_read_at_a_time_than_the_limit_allows(
+    model: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_mlm.bridge.dist_store import DistStore
+    from grpo_mlm.bridge.hf_store import HFStore
+
+    sizes: list[int] = []
+    for store in (HFStore, DistStore):
+
+        def read(self: Any, name: str, box: Any, original: Any = store.read) -> torch.Tensor:
+            sizes.append((part := original(self, name, box)).nbytes)
+            return part
+
+        monkeypatch.setattr(store, "read", read)
+    limit = 16_384
+    assert convert("verify", model, checkpoint, "--memory-limit", f"{limit}B", "--workers", "2").code == 0
+    assert 0 < max(sizes) <= limit // 2 // 16
