@@ -135,8 +135,9 @@ def run_verify(
     with watched("comparing", quiet) as progress:
         verdict = verify(first, second, options, progress)
     gap = None
-    whole = first.spec == second.spec and not (verdict.only_in_a or verdict.only_in_b or verdict.allowed)
-    if logits_tolerance is not None and whole:
+    if logits_tolerance is not None and verdict.same_tensors:
+        if verdict.allowed:
+            raise UserError("--logits needs whole models, and --allow-missing lets tensors be missing")
         gap = compare_logits(first, second, logits_tolerance)
     if as_json:
         _print_json(report.as_json(verdict, allow_rounding) | {"logits": gap.as_json() if gap else None})

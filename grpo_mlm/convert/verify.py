@@ -68,6 +68,15 @@ class Verdict:
     bytes_read: int
 
     @property
+    def same_names(self) -> bool:
+        return not (self.only_in_a or self.only_in_b or self.not_compared)
+
+    @property
+    def same_tensors(self) -> bool:
+        """In names and in shapes."""
+        return self.same_names and all(one.shape == one.shape_b for one in self.compared)
+
+    @property
     def different(self) -> list[Compared]:
         return [one for one in self.compared if not one.equal]
 
@@ -80,7 +89,8 @@ class Verdict:
 def verify(a: Weights, b: Weights, options: Options, progress: Progress) -> Verdict:
     """Compare all tensors that both sides have. Of the options: workers, memory_limit and allow_missing.
 
-    Both sides were opened with all names allowed to differ that shall be told of instead of ending the work. A head that is stored although it is tied to the embedding, on either side, is compared with the embedding.
+    Both sides were opened with all names allowed to differ that shall be told of, instead of ending the work. A head
+    that is stored although it is tied to the embedding, on either side, is compared with the embedding.
     """
     same = {HEAD: EMBEDDING} if a.spec.tied or b.spec.tied else {}
     in_a, in_b = covers(a.store, same), covers(b.store, same)

@@ -17,7 +17,7 @@ def as_json(verdict: Verdict, allow_rounding: bool) -> dict[str, Any]:
     """All of the verdict, in JSON values."""
     bad = mismatches(verdict, allow_rounding)
     return {
-        "equal": not (bad or _odd_names(verdict)),
+        "equal": verdict.same_names and not bad,
         "compared_tensors": len(verdict.compared),
         "bytes_read": verdict.bytes_read,
         "only_in_a": list(verdict.only_in_a),
@@ -36,10 +36,6 @@ def as_json(verdict: Verdict, allow_rounding: bool) -> dict[str, Any]:
 def mismatches(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
     """The differences that count."""
     return [one for one in verdict.different if not (allow_rounding and one.only_rounded)]
-
-
-def _odd_names(verdict: Verdict) -> bool:
-    return bool(verdict.only_in_a or verdict.only_in_b or verdict.not_compared)
 
 
 def _rounded(verdict: Verdict, allow_rounding: bool) -> list[Compared]:
@@ -77,7 +73,7 @@ def raise_unless_equal(verdict: Verdict, allow_rounding: bool) -> None:
     """NamesDiffer, or else ValuesDiffer, with the count; nothing where the weights are equal."""
     bad = mismatches(verdict, allow_rounding)
     also = f"; of the tensors that both have, {len(bad)} differ" if bad else ""
-    if _odd_names(verdict):
+    if not verdict.same_names:
         counts = f"{len(verdict.only_in_a)} tensors only in A, {len(verdict.only_in_b)} only in B"
         raise NamesDiffer(f"names differ: {counts}, {len(verdict.not_compared)} not compared{also}")
     if bad:

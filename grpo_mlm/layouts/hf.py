@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.model import ModelSpec, canonical_tensors, model_weights
-from grpo_mlm.layouts.weights import Part, Weight, as_layout, full, pile, stack
+from grpo_mlm.layouts.weights import Stack, Weight, as_layout, full, pile
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -20,17 +20,17 @@ def hf_layout(spec: ModelSpec, stored: Collection[str] = ()) -> Layout:
     modules of transformers 5 do.
     """
     shapes, names = canonical_tensors(spec), frozenset(stored)
-    parts: dict[str, list[Part]] = defaultdict(list)
+    stacks: dict[str, list[Stack]] = defaultdict(list)
     for weight in model_weights(spec):
         fused = _fused_name(weight)
         if fused in names:
-            parts[fused].append(stack(fused, weight.canonical))
+            stacks[fused].append(Stack(weight.canonical))
             continue
         for tensor, _ in weight.canonical:
-            parts[tensor] = [stack(tensor, [(tensor, full(shapes[tensor]))])]
+            stacks[tensor] = [Stack([(tensor, full(shapes[tensor]))])]
     if spec.tied and HEAD in names:
-        parts[HEAD] = [stack(HEAD, [(EMBEDDING, full(shapes[EMBEDDING]))])]
-    return as_layout({name: pile(held) for name, held in parts.items()})
+        stacks[HEAD] = [Stack([(EMBEDDING, full(shapes[EMBEDDING]))])]
+    return as_layout({name: pile(held) for name, held in stacks.items()})
 
 
 def _fused_name(weight: Weight) -> str:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Box, Layout
+from grpo_mlm.layouts.collector import without_collector
 from grpo_mlm.layouts.model import ModelSpec, weights_by_place
 from grpo_mlm.layouts.weights import (
     Cut,
     Kind,
-    Part,
+    Stack,
     Weight,
     as_layout,
     columns,
@@ -27,7 +28,6 @@ from grpo_mlm.layouts.weights import (
     replicated,
     rows,
     share,
-    stack,
     vocab,
 )
 
@@ -127,7 +127,7 @@ def megatron_layout(
     UserError where heads, query groups, MLP width, experts or layers do not divide as megatron-core needs.
     """
     _check_heads(spec, par.tp)
-    parts: dict[str, Part] = {}
+    stacks: dict[str, Stack] = {}
     experts = _experts_of(spec, par, at.ep)
     for chunk in range(par.vpp):
         layers = chunk_layers(spec, par, at.pp, chunk)
@@ -137,10 +137,11 @@ def megatron_layout(
                 continue
             name = prefix + _local_name(spec, weight, layers, experts, naming)
             tp, rank = (par.tp, at.tp) if weight.expert is None else (par.expert_tp, at.etp)
-            parts[name] = _CUTS[weight.kind](spec, weight, name, tp, rank)
-    return as_layout(parts)
+            stacks[name] = _CUTS[weight.kind](spec, weight, tp, rank)
+    return as_layout(stacks)
 
 
+@without_collector()
 def megatron_layouts(spec: ModelSpec, par: MegatronParallel, dp: int, naming: Naming = LOCAL) -> list[Layout]:
     """Layouts of all trainer ranks in megatron-core's order; replicas share one object.
 
@@ -218,12 +219,12 @@ def _local_name(spec: ModelSpec, weight: Weight, layers: range, experts: range, 
     return name.replace("{layer}", str(weight.place - layers.start))
 
 
-def _qkv(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+def _qkv(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
     """Rows interleaved by query group, [q heads of the group; its k head; its v head], then cut into tp equal
     intervals. With fewer groups than ranks a cut goes through a group, and some ranks hold no k or v at all."""
     total = sum(height(box) for _, box in weight.canonical)
     each = share(total, tp, f"{weight.megatron}: number of rows")
-    return stack(local, _query_groups(spec, weight), (rank * each, (rank + 1) * each))
+    return Stack(list(_query_groups(spec, weight)), (rank * each, (rank + 1) * each))
 
 
 def _query_groups(spec: ModelSpec, weight: Weight) -> Iterator[tuple[str, Box]]:
@@ -233,8 +234,8 @@ def _query_groups(spec: ModelSpec, weight: Weight) -> Iterator[tuple[str, Box]]:
             yield tensor, rows(box, group * each, (group + 1) * each)
 
 
-def _vocab(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
-    return vocab(VOCAB_MULTIPLE * tp)(spec, weight, local, tp, rank)
+def _vocab(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
+    return vocab(VOCAB_MULTIPLE * tp)(spec, weight, tp, rank)
 
 
 _CUTS: dict[Kind, Cut] = {

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
 
 from grpo_mlm.errors import NamesDiffer
-from grpo_mlm.layouts.boxes import Layout, Piece
+from grpo_mlm.layouts.boxes import Box, Layout
 from grpo_mlm.layouts.megatron import Coordinates, MegatronParallel, megatron_layout
 from grpo_mlm.layouts.model import ModelSpec
-from grpo_mlm.layouts.weights import Part, Shape, as_layout, pile, stack
+from grpo_mlm.layouts.weights import Shape, Stack, as_layout, pile
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _VOCABULARY = (EMBEDDING, HEAD)
@@ -48,7 +48,8 @@ class _Tensor:
     spellings: tuple[str, ...]  # keys that it may be stored under, the usual one first
     axes: Shape
     index: int
-    part: Part
+    shape: Shape  # of the slot
+    boxes: list[tuple[str, Box]]  # canonical ones, in the order of its rows
 
 
 def dist_layout(spec: ModelSpec, per_layer: bool = False, vocab_rows: int | None = None) -> DistLayout:
@@ -87,7 +88,7 @@ def stored_layout(
         for key in found:
             slots.setdefault(key, []).append(tensor)
         if not found:
-            names = {piece.tensor for piece in tensor.part.pieces}
+            names = {name for name, _ in tensor.boxes}
             missing.setdefault(tensor.spellings[0], set()).update(names)
     unknown: dict[str, set[str]] = {key: set() for key in sorted(keys - known)}
     skipped = {key for key, names in (missing | unknown).items() if _allowed(key, names, allow_missing)}
@@ -142,9 +143,9 @@ def _dotted(numbers: Iterable[int]) -> str:
 def _tensors(spec: ModelSpec, per_layer: bool) -> Iterator[_Tensor]:
     """Every tensor of the model on one rank, with its place among the checkpoint's."""
     whole = megatron_layout(spec, MegatronParallel(), Coordinates())
-    pieces: dict[str, list[Piece]] = {name: [] for name in whole.shapes}
+    boxes: dict[str, list[tuple[str, Box]]] = {name: [] for name in whole.shapes}
     for piece in whole.pieces:
-        pieces[piece.local].append(piece)
+        boxes[piece.local].append((piece.tensor, piece.box))
     for name, shape in whole.shapes.items():
         prefix, index, rest = "", 0, name
         axes: Shape = ()
@@ -156,29 +157,24 @@ def _tensors(spec: ModelSpec, per_layer: bool) -> Iterator[_Tensor]:
             rest = f"mlp.experts.experts.{match[2]}"
             axes, index = (*axes, spec.moe.experts), index * spec.moe.experts + int(match[1])
         spellings = tuple(prefix + x for x in ((_NORMS[rest], rest) if rest in _NORMS else (rest,)))
-        yield _Tensor(spellings, axes, index, Part(shape, tuple(pieces[name])))
+        yield _Tensor(spellings, axes, index, shape, boxes[name])
 
 
 def _as_dist_layout(slots: Mapping[str, list[_Tensor]], vocab_rows: Mapping[str, int]) -> DistLayout:
-    parts: dict[str, Part] = {}
+    stacks: dict[str, Stack] = {}
     stored: dict[str, Shape] = {}
     for key, tensors in slots.items():
         first = tensors[0]
         if key in _VOCABULARY:
-            [piece] = first.part.pieces
-            rows = vocab_rows.get(key, first.part.shape[0])
-            parts[key] = stack(key, [(piece.tensor, piece.box)], (0, rows))
-            stored[key] = parts[key].shape
+            rows, width = first.shape
+            stored[key] = (vocab_rows.get(key, rows), width)
+            stacks[key] = Stack(first.boxes, (0, stored[key][0]))
         else:
-            parts[key] = pile(_renamed(t.part, key) for t in sorted(tensors, key=lambda t: t.index))
-            stored[key] = (*first.axes, *first.part.shape)
-            assert prod(stored[key]) == prod(parts[key].shape), key
-    layout = as_layout(parts)
+            stacks[key] = pile([Stack(t.boxes) for t in sorted(tensors, key=lambda t: t.index)])
+            stored[key] = (*first.axes, *first.shape)
+    layout = as_layout(stacks)
+    assert all(prod(shape) == prod(layout.shapes[key]) for key, shape in stored.items())
     return DistLayout(layout.shapes, layout.pieces, layout.fills, stored)
-
-
-def _renamed(part: Part, key: str) -> Part:
-    return Part(part.shape, tuple(replace(piece, local=key) for piece in part.pieces))
 
 
 def _allowed(key: str, canonical: set[str], patterns: Collection[str]) -> bool:

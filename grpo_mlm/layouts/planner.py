@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.assignment import Demand, choose_sources
 from grpo_mlm.layouts.boxes import Layout
+from grpo_mlm.layouts.collector import without_collector
 from grpo_mlm.layouts.copies import Copy, buckets
 from grpo_mlm.layouts.coverage import table_faults
 from grpo_mlm.layouts.geometry import Side, Units, per_piece, side, units
@@ -33,6 +34,7 @@ class PlanError(RunFailure):
     """Two sides do not fit together: something is not covered, covered twice, or unknown. Names the tensors."""
 
 
+@without_collector()
 def make_plan(
     src: Sequence[Layout],
     dst: Sequence[Layout],

@@ -11,11 +11,12 @@ from collections import defaultdict
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout
+from grpo_mlm.layouts.collector import without_collector
 from grpo_mlm.layouts.model import ModelSpec, model_weights
 from grpo_mlm.layouts.weights import (
     Cut,
     Kind,
-    Part,
+    Stack,
     Weight,
     as_layout,
     columns,
@@ -24,13 +25,13 @@ from grpo_mlm.layouts.weights import (
     replicated,
     rows,
     share,
-    stack,
     vocab,
 )
 
 VOCAB_MULTIPLE = 64
 
 
+@without_collector()
 def vllm_layout(spec: ModelSpec, tp: int, tp_rank: int, ep: bool = False) -> Layout:
     """What rank `tp_rank` of an engine holds; a tied head is the embedding, so it has no entry of its own.
 
@@ -43,7 +44,7 @@ def vllm_layout(spec: ModelSpec, tp: int, tp_rank: int, ep: bool = False) -> Lay
             f"{spec.family}: {spec.kv_heads} key-value heads and rollout tensor parallel size {tp}: "
             "one must be a multiple of the other"
         )
-    parts: dict[str, list[Part]] = defaultdict(list)
+    stacks: dict[str, list[Stack]] = defaultdict(list)
     for weight in model_weights(spec):
         if spec.tied and weight.kind == "vocab" and weight.place == "head":
             continue
@@ -52,8 +53,8 @@ def vllm_layout(spec: ModelSpec, tp: int, tp_rank: int, ep: bool = False) -> Lay
             if weight.expert not in _experts_of(spec, tp, tp_rank):
                 continue
             cut = (1, 0)
-        parts[weight.vllm].append(_CUTS[weight.kind](spec, weight, weight.vllm, *cut))
-    return as_layout({name: pile(held) for name, held in parts.items()})
+        stacks[weight.vllm].append(_CUTS[weight.kind](spec, weight, *cut))
+    return as_layout({name: pile(held) for name, held in stacks.items()})
 
 
 def _experts_of(spec: ModelSpec, ranks: int, rank: int) -> range:
@@ -64,19 +65,18 @@ def _experts_of(spec: ModelSpec, ranks: int, rank: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def _qkv(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+def _qkv(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
     """[q heads of the rank; its k heads; its v heads]; each kv head lives on tp/kv_heads ranks if tp is greater."""
     heads = share(spec.heads, tp, f"{spec.family}: number of attention heads")
     kv_heads = max(spec.kv_heads // tp, 1)
     kv_rank = rank if spec.kv_heads >= tp else rank // (tp // spec.kv_heads)
     q, k, v = weight.canonical
     mine = ((q, heads, rank), (k, kv_heads, kv_rank), (v, kv_heads, kv_rank))
-    return stack(
-        local,
+    return Stack(
         [
             (tensor, rows(box, n * spec.head_dim * r, n * spec.head_dim * (r + 1)))
             for (tensor, box), n, r in mine
-        ],
+        ]
     )
 
 

@@ -1,14 +1,14 @@
 """One weight as both engines know it, and the cuts of it that they agree on.
 
-A family lists its weights; a side (`megatron.py`, `vllm.py`) turns each into the part that one rank holds.
+A family lists its weights; a side (`megatron.py`, `vllm.py`) turns each into what one rank holds.
 Where a side lays a kind out in its own way (the fused q, k, v) it brings its own cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Box, Layout, Piece
@@ -37,17 +37,18 @@ class Weight:
     fp32: bool = False
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank holds of a weight: its local shape, the pieces that fill it, and padding."""
+class Stack(NamedTuple):
+    """Boxes of canonical tensors laid end to end along dimension 0; a rank holds the rows `window` of it (None: all).
 
-    shape: Shape
-    pieces: tuple[Piece, ...]
-    fills: tuple[Box, ...] = ()
+    Rows of the window past the last box are padding. The boxes agree in all other dimensions.
+    """
+
+    boxes: Sequence[tuple[str, Box]]
+    window: tuple[int, int] | None = None
 
 
-Cut = Callable[[ModelSpec, Weight, str, int, int], Part]
-"""(spec, weight, local name, tp, tp_rank) -> this rank's part."""
+Cut = Callable[[ModelSpec, Weight, int, int], Stack]
+"""(spec, weight, tp, tp_rank) -> what this rank holds of the weight."""
 
 
 def full(shape: Shape) -> Box:
@@ -78,76 +79,61 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def stack(local: str, segments: Iterable[tuple[str, Box]], window: tuple[int, int] | None = None) -> Part:
-    """Rows `window` of canonical boxes laid end to end along dimension 0 (all rows without a window).
-
-    Rows of the window past the last segment are padding. The boxes agree in all other dimensions.
-    """
-    segments = list(segments)
-    total = sum(height(box) for _, box in segments)
-    low, high = window or (0, total)
-    pieces, start = [], 0
-    for tensor, box in segments:
-        stop = start + height(box)
-        a, b = max(low, start), min(high, stop)
-        if a < b:
-            at = (a - low, *(0 for _ in box[1:]))
-            pieces.append(Piece(tensor, rows(box, a - start, b - start), local, at))
-        start = stop
-    tail = tuple(stop - start for start, stop in segments[0][1][1:])
-    shape = (high - low, *tail)
-    padding = (rows(full(shape), max(total, low) - low, high - low),) if high > total else ()
-    return Part(shape, tuple(pieces), padding)
+def pile(stacks: Sequence[Stack]) -> Stack:
+    """Whole stacks laid on one another: the experts of a rank in one matrix."""
+    return stacks[0] if len(stacks) == 1 else Stack([box for stack in stacks for box in stack.boxes])
 
 
-def pile(parts: Iterable[Part]) -> Part:
-    """Parts of one local tensor laid end to end along dimension 0: the experts of a rank in one matrix."""
-    parts = list(parts)
-    pieces, fills, start = [], [], 0
-    for part in parts:
-        pieces += [Piece(p.tensor, p.box, p.local, (p.at[0] + start, *p.at[1:])) for p in part.pieces]
-        fills += [rows(((start, start), *box[1:]), *box[0]) for box in part.fills]
-        start += part.shape[0]
-    return Part((start, *parts[0].shape[1:]), tuple(pieces), tuple(fills))
-
-
-def replicated(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+def replicated(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
     """Every rank holds the whole tensor."""
-    return stack(local, weight.canonical)
+    return Stack(weight.canonical)
 
 
-def columns(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+def columns(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
     """Row-parallel matrix [out, in]: each rank holds in/tp columns."""
     [(tensor, (out, (first, last)))] = weight.canonical
     each = share(last - first, tp, f"{tensor}: number of columns")
-    box = (out, (first + rank * each, first + (rank + 1) * each))
-    return Part((height(box), each), (Piece(tensor, box, local, (0, 0)),))
+    return Stack([(tensor, (out, (first + rank * each, first + (rank + 1) * each)))])
 
 
-def gate_up(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+def gate_up(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
     """[gate of the rank; up of the rank]: each component is cut by itself, so ranks do not concatenate."""
-    segments = []
+    boxes = []
     for tensor, box in weight.canonical:
         each = share(height(box), tp, f"{spec.family}: intermediate size")
-        segments.append((tensor, rows(box, rank * each, (rank + 1) * each)))
-    return stack(local, segments)
+        boxes.append((tensor, rows(box, rank * each, (rank + 1) * each)))
+    return Stack(boxes)
 
 
 def vocab(multiple: int) -> Cut:
     """Vocabulary rows, padded to a multiple of `multiple` and cut evenly; rows past the vocabulary are padding."""
 
-    def cut(spec: ModelSpec, weight: Weight, local: str, tp: int, rank: int) -> Part:
+    def cut(spec: ModelSpec, weight: Weight, tp: int, rank: int) -> Stack:
         [(tensor, box)] = weight.canonical
         each = share(padded(height(box), multiple), tp, f"{tensor}: padded vocabulary")
-        return stack(local, weight.canonical, (rank * each, (rank + 1) * each))
+        return Stack(weight.canonical, (rank * each, (rank + 1) * each))
 
     return cut
 
 
-def as_layout(parts: dict[str, Part]) -> Layout:
-    """A rank's parts by local name, as its layout."""
-    return Layout(
-        shapes={name: part.shape for name, part in parts.items()},
-        pieces=tuple(piece for part in parts.values() for piece in part.pieces),
-        fills=tuple((name, box) for name, part in parts.items() for box in part.fills),
-    )
+def as_layout(stacks: Mapping[str, Stack]) -> Layout:
+    """What a rank holds by local name, as its layout."""
+    shapes: dict[str, Shape] = {}
+    pieces: list[Piece] = []
+    fills: list[tuple[str, Box]] = []
+    for name, (boxes, window) in stacks.items():
+        total = sum(height(box) for _, box in boxes)
+        low, high = window or (0, total)
+        start = 0
+        for tensor, box in boxes:
+            stop = start + height(box)
+            a, b = max(low, start), min(high, stop)
+            if a < b:
+                pieces.append(
+                    Piece(tensor, rows(box, a - start, b - start), name, (a - low, *(0,) * (len(box) - 1)))
+                )
+            start = stop
+        shape = shapes[name] = (high - low, *(stop - start for start, stop in boxes[0][1][1:]))
+        if high > total:
+            fills.append((name, rows(full(shape), max(total, low) - low, high - low)))
+    return Layout(shapes, tuple(pieces), tuple(fills))

@@ -231,6 +231,10 @@ def test_logits_of_equal_and_of_different_weights(tmp_path: Path) -> None:
     assert done.code == 4
     assert "tolerance 0.0001" in done.err
     assert convert(*compare, "--logits-tolerance", "1.0").code == 0
+    short = edited(tmp_path / "model", tmp_path / "short", edit=lambda tensors: tensors.pop(Q_PROJ))
+    done = convert("verify", short, short, "--allow-missing", Q_PROJ, "--logits")
+    assert done.code == 2
+    assert "--logits needs whole models" in done.err
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -264,7 +268,8 @@ def test_json_keys_stay(model: Path, tmp_path: Path) -> None:
     other = edited(model, tmp_path / "other", edit=lambda tensors: tensors[GATE][0].zero_())
     found = json.loads(convert("verify", model, other, "--json").out)
     assert found.keys() == {
-        "equal", "compared_tensors", "bytes_read", "only_in_a", "only_in_b", "not_compared", "allowed", "mismatches", "rounded", "other_dtype",
+        "equal", "compared_tensors", "bytes_read", "only_in_a", "only_in_b", "not_compared", "allowed", "mismatches",
+        "rounded", "other_dtype",
         "logits",
     }  # fmt: skip
     assert found["mismatches"][0].keys() == {
