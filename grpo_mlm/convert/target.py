@@ -105,5 +105,5 @@ class DistTarget:
 
     def finish(self, folder: Path, records: Iterable[FileRecord]) -> None:
         items = list(chain.from_iterable(record.items for record in records))
-        # Pickle writes shared strings as references. Fresh ones, as from a journal: a resumed run writes the same bytes.
+        # Pickle writes a shared string as a reference. None is shared here: a resumed run writes the same bytes.
         write_metadata(folder, json.loads(json.dumps(items)))
