@@ -76,8 +76,17 @@ def locate(handle: int, start: int, length: int, sizes: tuple[int, ...], dtype: 
 
     ItemError: no archive, another tensor, or one that is not stored plainly.
     """
+    return start + _locate(Window(handle, start, length), sizes, dtype)
+
+
+def first_number(saved: bytes, sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The same of an item in memory."""
+    return _locate(io.BytesIO(saved), sizes, dtype)
+
+
+def _locate(item: Window | io.BytesIO, sizes: tuple[int, ...], dtype: torch.dtype) -> int:
     try:
-        with zipfile.ZipFile(Window(handle, start, length)) as archive:
+        with zipfile.ZipFile(item) as archive:
             root = archive.infolist()[0].filename.split("/")[0]
             if _text(archive, f"{root}/byteorder") != b"little":
                 raise ItemError("its numbers are not little-endian")
@@ -94,12 +103,13 @@ def locate(handle: int, start: int, length: int, sizes: tuple[int, ...], dtype: 
         raise ItemError(
             f"its storage has {entry.file_size} bytes, not {prod(sizes) * dtype.itemsize} uncompressed"
         )
-    header = os.pread(handle, _HEADER_BYTES, start + entry.header_offset)
+    item.seek(entry.header_offset)
+    header = item.read(_HEADER_BYTES) or b""
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     first = entry.header_offset + _HEADER_BYTES + names
-    if header[:4] != b"PK\x03\x04" or first + entry.file_size > length:
+    if header[:4] != b"PK\x03\x04" or first + entry.file_size > item.seek(0, os.SEEK_END):
         raise ItemError("its storage does not lie inside of it")
-    return start + first
+    return first
 
 
 def _text(archive: zipfile.ZipFile, name: str) -> bytes:

@@ -19,6 +19,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from grpo_mlm.bridge.dist_items import first_number
 from grpo_mlm.bridge.durable import sync
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Box, volume
@@ -113,13 +115,25 @@ def _items(layout: DistLayout, name: str, most: int) -> Iterator[Item]:
 def write_item(stream: BinaryIO, item: Item, tensor: Tensor) -> tuple[int, int]:
     """Append one item to its file; (offset, length) of what was written. `tensor` has the shape of `item.box`."""
     offset = stream.tell()
-    tensor = tensor.detach().reshape(item.sizes)
-    if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-        tensor = tensor.clone(
-            memory_format=torch.contiguous_format
-        )  # or all that it is a view of would be written
-    torch.save(tensor, stream)
+    before, after = _wrapping(item.sizes, tensor.dtype)
+    stream.write(before)
+    stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    stream.write(after)
     return offset, stream.tell() - offset
+
+
+@lru_cache(maxsize=1024)
+def _wrapping(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the numbers of such a tensor.
+
+    The archive's checksum of them is not theirs: torch.load does not look at it, computing it takes longer than writing
+    the item, and the whole file's sha256 is in the manifest.
+    """
+    with torch.serialization.skip_data():  # leaves room for the numbers
+        saved = _saved(torch.empty(sizes, dtype=dtype))
+    nbytes = prod(sizes) * dtype.itemsize
+    start = first_number(saved, sizes, dtype)
+    return saved[:start], saved[start + nbytes :]
 
 
 def item_record(file: FilePlan, item: Item, dtype: torch.dtype, offset: int, length: int) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import hashlib
 import io
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_SMALL = 1 << 16  # bytes for which a second thread costs more than it saves
+HASHED_LATER = 4  # writes that the hash may be behind: an item of a checkpoint is three
 _FLUSH_BYTES = 32 << 20
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -54,30 +55,33 @@ class NewFile(io.RawIOBase):
         self._flushed = 0
         self._hash = hashlib.sha256() if with_hash else None
         self._hasher = ThreadPoolExecutor(1)
+        self._hashing: deque[Future[None]] = deque()
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     @property
     def sha256(self) -> str:
         """Of what is written so far; `with_hash` only."""
         assert self._hash is not None
+        self._wait_for_hash(0)
         return self._hash.hexdigest()
 
     def write(self, data: Any) -> int:
-        """All of `data`, any bytes-like object."""
+        """All of `data`, any bytes-like object. Where it is hashed it must stay as it is: the hash comes later."""
         view = memoryview(data).cast("B")
-        hashed: Future[None] | None = None
-        if self._hash is not None and len(view) < _SMALL:
-            self._hash.update(view)
-        elif self._hash is not None:  # while it is written: either takes about as long
-            hashed = self._hasher.submit(self._hash.update, view)
+        if self._hash is not None:
+            self._hashing.append(self._hasher.submit(self._hash.update, view))
         left = view
         while len(left):
             left = left[os.write(self._handle, left) :]
-        if hashed is not None:
-            hashed.result()
+        self._wait_for_hash(HASHED_LATER)
         self.nbytes += len(view)
         self._flush()
         return len(view)
+
+    def _wait_for_hash(self, behind: int) -> None:
+        """Until no more than so many writes are still to be hashed."""
+        while len(self._hashing) > behind:
+            self._hashing.popleft().result()
 
     def tell(self) -> int:
         return self.nbytes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_mlm.bridge.store import TensorStore
-from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices
+from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices, volume
 from grpo_mlm.layouts.copies import Copy
 
 Rows = tuple[int, int]
@@ -42,15 +42,19 @@ class Gather:
         """Rows of one tensor: `[stop - start, ...]`, contiguous."""
         shape, dtype = self._target.shapes[name], self._dtypes[name]
         whole = (rows, *((0, n) for n in shape[1:]))
-        out: Tensor | None = None
-        for copy, box in self._inside(name, whole):
-            piece = self._store.read(copy.src_local, _source_box(copy, box))
-            if box == whole:
-                return piece.to(dtype)
-            if out is None:
-                out = torch.zeros([stop - start for start, stop in whole], dtype=dtype)
-            out[slices(_shifted(box, -rows[0]))] = piece
-        return torch.zeros([stop - start for start, stop in whole], dtype=dtype) if out is None else out
+        parts = list(self._inside(name, whole))
+        if len(parts) == 1 and parts[0][1] == whole:
+            return self._read(*parts[0]).to(dtype)
+        padded = sum(volume(box) for _, box in parts) < volume(whole)
+        new = torch.zeros if padded else torch.empty
+        out = new([stop - start for start, stop in whole], dtype=dtype)
+        for copy, box in parts:
+            out[slices(_shifted(box, -rows[0]))] = self._read(copy, box)
+        return out
+
+    def _read(self, copy: Copy, box: Box) -> Tensor:
+        """Part `box` of the target's tensor, inside of the copy."""
+        return self._store.read(copy.src_local, _source_box(copy, box))
 
     def _inside(self, name: str, whole: Box) -> Iterator[tuple[Copy, Box]]:
         """The copies that touch these rows, each with the part of the rows that it fills."""

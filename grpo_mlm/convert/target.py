@@ -23,7 +23,7 @@ from grpo_mlm.layouts.megatron_dist import DistLayout
 from grpo_mlm.layouts.spec import ModelSpec
 
 Format = Literal["hf", "torch_dist"]
-DIST_FILE_BYTES = 1 << 30  # of a torch_dist file: small enough for several workers to share a small model
+DIST_FILE_BYTES = 256 << 20  # of a torch_dist file: small enough for several workers to share a small model
 Blocks = Callable[[list[tuple[str, Rows]]], Iterator[Tensor]]
 """Rows of tensors -> their values, one after the other."""
 

@@ -18,8 +18,8 @@ from grpo_mlm.convert.journal import FileRecord, Journal
 from grpo_mlm.convert.options import Progress
 from grpo_mlm.convert.target import Target
 
-BLOCKS_IN_FLIGHT = 3
-"""Of each worker: one is written while the next is put together from a slice of about its size."""
+BLOCKS_IN_FLIGHT = 5
+"""Of each worker: one is written and two are hashed while the next is put together from a slice of about its size."""
 
 
 class _Stopped(Exception):
@@ -43,8 +43,8 @@ class FileWriter:
         """On any end but a good one, Ctrl-C included, all threads have ended when this raises."""
         missing = [file for file in self._target.files() if file not in self._journal.done]
         with (
-            ThreadPoolExecutor(self._workers, "read") as self._readers,
-            ThreadPoolExecutor(self._workers, "write") as writers,
+            ThreadPoolExecutor(self._workers, "read", _one_thread_each) as self._readers,
+            ThreadPoolExecutor(self._workers, "write", _one_thread_each) as writers,
         ):
             try:
                 futures = [writers.submit(self._write, file) for file in missing]
@@ -88,6 +88,11 @@ class FileWriter:
         """One block, and how many of its values are no finite numbers."""
         values = self._gather.block(name, rows)
         return name, values, count_not_finite(values)
+
+
+def _one_thread_each() -> None:
+    """The cores have work enough; torch would share every small operation out over all of them."""
+    torch.set_num_threads(1)
 
 
 def count_not_finite(values: Tensor) -> int:

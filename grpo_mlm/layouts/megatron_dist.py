@@ -56,9 +56,11 @@ def dist_layout(spec: ModelSpec, per_layer: bool = False, vocab_rows: int | None
     """The checkpoint that this project writes.
 
     Norms before experts are under both of their names, so that models of either layer spec load it. `per_layer`: keys
-    with the layer's number, as megatron-core has them for layers of different kinds. `vocab_rows`: rows of embedding
-    and head, padding included; by default what megatron-core has without tensor parallelism.
+    with the layer's number, as megatron-core always has them where some layers are dense and others are not.
+    `vocab_rows`: rows of embedding and head, padding included; by default what megatron-core has without tensor
+    parallelism.
     """
+    per_layer = per_layer or (spec.moe is not None and spec.moe.dense_layers > 0)
     slots: dict[str, list[_Tensor]] = {}
     for tensor in _tensors(spec, per_layer):
         before_experts = spec.moe and tensor.spellings[-1].endswith("pre_mlp_layernorm.weight")

@@ -1,4 +1,4 @@
-"""Names and shapes of the Megatron view against the parameters of real GPTModels.
+"""Names and shapes of the Megatron view against the parameters and persistent buffers of real GPTModels.
 
 A fake process group gives one process any rank of any world, and the model is built on the meta device, so no
 process is spawned and no byte is allocated.
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,7 +40,7 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpt_shapes(spec: ModelSpec, par: MegatronParallel, dp: int, rank: int) -> dict[str, tuple[int, ...]]:
-    """Parameter names and shapes of the GPTModel that `rank` of a world of tp * pp * dp builds."""
+    """Of the parameters and persistent buffers of the GPTModel that `rank` of a world of tp * pp * dp builds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=par.tp * par.pp * dp)
     try:
         parallel_state.initialize_model_parallel(
@@ -72,31 +72,44 @@ def gpt_shapes(spec: ModelSpec, par: MegatronParallel, dp: int, rank: int) -> di
             expert_model_parallel_size=par.ep,
             expert_tensor_parallel_size=par.expert_tp,
             sequence_parallel=spec.moe is not None and par.tp > 1,
-            num_moe_experts=spec.moe.experts if spec.moe else None,
-            moe_ffn_hidden_size=spec.moe.ffn if spec.moe else None,
-            moe_token_dispatcher_type="alltoall",
+            **(moe_options(spec, spec.moe) if spec.moe else {}),
             pipeline_dtype=torch.float32,
             use_cpu_initialization=True,
             perform_initialization=False,
             gradient_accumulation_fusion=False,
         )
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for chunk in range(par.vpp):
             prefix = f"chunk{chunk}." if par.vpp > 1 else ""
             model = gpt_chunk(spec, par, config, chunk)
-            shapes |= {prefix + name: tuple(p.shape) for name, p in model.named_parameters()}
+            stored = model.state_dict().keys()
+            buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+            shapes |= {prefix + name: tuple(x.shape) for name, x in [*model.named_parameters(), *buffers]}
         return shapes
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
+def moe_options(spec: ModelSpec, moe: Moe) -> dict[str, Any]:
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_layer_freq": [int(layer >= moe.dense_layers) for layer in range(spec.layers)],
+        "moe_ffn_hidden_size": moe.ffn,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_score_function": "sigmoid" if moe.expert_bias else "softmax",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
 def gpt_chunk(spec: ModelSpec, par: MegatronParallel, config: TransformerConfig, chunk: int) -> GPTModel:
     at = {"ignore_virtual": False, "vp_stage": chunk} if par.vpp > 1 else {}
-    layers = get_gpt_layer_local_spec(
-        num_experts=spec.moe.experts if spec.moe else None,
-        qk_layernorm=spec.qk_norm,
+    layers = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
         normalization="RMSNorm",
+        vp_stage=chunk if par.vpp > 1 else None,
     )
     # The local spec's norm is not made for sequence parallelism; its parameters are.
     with torch.device("meta"), patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__", _norm):
@@ -135,6 +148,8 @@ MOE = replace(
     LLAMA, family="qwen3_moe", qk_norm=True, moe=Moe(experts=8, top_k=2, ffn=48, norm_topk_prob=True)
 )
 
+DOTS1 = replace(MOE, family="dots1", moe=Moe(8, 2, 48, True, shared_ffn=32, dense_layers=1, expert_bias=True))
+
 
 @pytest.mark.parametrize(
     ("spec", "par", "dp"),
@@ -153,6 +168,14 @@ MOE = replace(
         (MOE, MegatronParallel(tp=2, ep=2, etp=1), 1),
         (MOE, MegatronParallel(tp=2, pp=2, ep=4, etp=1), 2),
         (replace(MOE, tied=True), MegatronParallel(tp=4, pp=2, vpp=2, ep=2, etp=2), 1),
+        (DOTS1, MegatronParallel(), 1),
+        (DOTS1, MegatronParallel(tp=2, ep=2, etp=1), 1),
+        (DOTS1, MegatronParallel(tp=4, pp=2, vpp=2, ep=4, etp=2), 2),
+        (
+            replace(DOTS1, layers=6),
+            MegatronParallel(tp=2, pp=3, ep=4, etp=1, first_stage_layers=1, last_stage_layers=2),
+            2,
+        ),
     ],
 )
 def test_chunks_stages_and_experts_are_those_of_gpt_model(

@@ -25,7 +25,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "dots1": Family(dots1.read, moe_weights),
+    "dots1": Family(dots1.read, dots1.weights),
     "llama": Family(llama.read, dense_weights),
     "mistral": Family(mistral.read, dense_weights),
     "mixtral": Family(mixtral.read, mixtral.weights),

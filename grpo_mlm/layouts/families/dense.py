@@ -144,13 +144,12 @@ def mlp(spec: ModelSpec, layer: int) -> Iterator[Weight]:
     yield from gated_mlp(spec, layer, "mlp", spec.ffn)
 
 
-def gated_mlp(spec: ModelSpec, layer: int, module: str, ffn: int) -> Iterator[Weight]:
-    """Gate, up and down projections of an MLP of width `ffn`, whose module has the same name on all sides."""
+def gated_mlp(spec: ModelSpec, layer: int, module: str, ffn: int, vllm: str = "") -> Iterator[Weight]:
+    """Gate, up and down projections of an MLP of width `ffn`. `module` is its name, `vllm` that in vLLM if another."""
     fused = {f"{module}.{x}_proj.weight": (ffn, spec.hidden_size) for x in ("gate", "up")}
-    yield layer_weight(
-        "gate_up", layer, fused, f"{module}.linear_fc1.weight", f"{module}.gate_up_proj.weight"
-    )
-    yield down_projection(spec, layer, module, ffn)
+    theirs = f"{vllm or module}.gate_up_proj.weight"
+    yield layer_weight("gate_up", layer, fused, f"{module}.linear_fc1.weight", theirs)
+    yield down_projection(spec, layer, module, ffn, vllm)
 
 
 def mlp_norm(spec: ModelSpec, layer: int) -> Weight:
@@ -159,8 +158,8 @@ def mlp_norm(spec: ModelSpec, layer: int) -> Weight:
     return layer_weight("replicated", layer, {norm: (spec.hidden_size,)}, "pre_mlp_layernorm.weight", norm)
 
 
-def down_projection(spec: ModelSpec, layer: int, module: str, ffn: int) -> Weight:
-    """The second matrix of an MLP of width `ffn`."""
-    down = f"{module}.down_proj.weight"
-    shapes = {down: (spec.hidden_size, ffn)}
-    return layer_weight("columns", layer, shapes, f"{module}.linear_fc2.weight", down)
+def down_projection(spec: ModelSpec, layer: int, module: str, ffn: int, vllm: str = "") -> Weight:
+    """The second matrix of an MLP, as for `gated_mlp`."""
+    shapes = {f"{module}.down_proj.weight": (spec.hidden_size, ffn)}
+    theirs = f"{vllm or module}.down_proj.weight"
+    return layer_weight("columns", layer, shapes, f"{module}.linear_fc2.weight", theirs)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.config_json import refuse, switch, whole
 from grpo_mlm.layouts.families.dense import dense_spec
-from grpo_mlm.layouts.families.experts import read_moe
+from grpo_mlm.layouts.families.experts import Names, moe_weights, read_moe
 from grpo_mlm.layouts.spec import ModelSpec
+from grpo_mlm.layouts.weights import Weight
+
+# vLLM builds this model out of transformers' modules, and puts router and shared MLP into the one of the experts.
+_NAMES = Names(
+    vllm_router="mlp.experts.gate.", vllm_shared="mlp.experts._shared_experts._layer.shared_experts"
+)
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec. `n_shared_experts` experts that every token goes through are one MLP, as wide as all of them."""
-    refuse(
-        config, "attention_bias", (False,)
-    )  # megatron-core has no bias on the output beside experts without
+    refuse(config, "attention_bias", (False,))  # megatron-core has none beside a shared MLP
     refuse(config, "moe_layer_freq", (1,))
     whole(config, "num_key_value_heads")  # its default in transformers is 32, not the number of heads
     moe = read_moe(
@@ -31,6 +36,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
     spec = dense_spec(config, qk_norm=True, moe=moe)
     _refuse_windows(config, spec.layers)
     return spec
+
+
+def weights(spec: ModelSpec) -> Iterator[Weight]:
+    """Every weight of the model, in the order of computation."""
+    return moe_weights(spec, _NAMES)
 
 
 def _refuse_windows(config: dict[str, Any], layers: int) -> None:

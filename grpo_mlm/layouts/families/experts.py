@@ -16,12 +16,17 @@ from grpo_mlm.layouts.weights import Weight
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls the module of a mixture, and the three matrices of each expert."""
+    """What a family calls the module of a mixture, and the three matrices of each expert.
+
+    `vllm_router` and `vllm_shared`: what vLLM calls the router and the shared MLP where it has names of its own.
+    """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    vllm_router: str = ""
+    vllm_shared: str = ""
 
 
 USUAL = Names()
@@ -58,20 +63,22 @@ def _feed_forward(spec: ModelSpec, layer: int, names: Names) -> Iterator[Weight]
     moe = spec.moe
     assert moe is not None
     yield mlp_norm(spec, layer)
-    yield from _router(spec, layer, moe, f"{names.block}.gate.")
+    yield from _router(spec, layer, moe, names)
     if moe.shared_ffn:
-        yield from gated_mlp(spec, layer, f"{names.block}.shared_experts", moe.shared_ffn)
+        yield from gated_mlp(spec, layer, f"{names.block}.shared_experts", moe.shared_ffn, names.vllm_shared)
     for expert in range(moe.experts):
         yield from _expert(spec, layer, moe, names, expert)
 
 
-def _router(spec: ModelSpec, layer: int, moe: Moe, gate: str) -> Iterator[Weight]:
+def _router(spec: ModelSpec, layer: int, moe: Moe, names: Names) -> Iterator[Weight]:
     """The matrix that scores the experts, and the bias on their scores."""
-    matrix, bias, local = gate + "weight", gate + "e_score_correction_bias", "mlp.router."
-    shapes = {matrix: (moe.experts, spec.hidden_size)}
-    yield layer_weight("replicated", layer, shapes, local + "weight", matrix)
+    router, local, bias = f"{names.block}.gate.", "mlp.router.", "e_score_correction_bias"
+    vllm = names.vllm_router or router
+    matrix = {router + "weight": (moe.experts, spec.hidden_size)}
+    yield layer_weight("replicated", layer, matrix, local + "weight", vllm + "weight")
     if moe.expert_bias:
-        weight = layer_weight("replicated", layer, {bias: (moe.experts,)}, local + "expert_bias", bias)
+        vector = {router + bias: (moe.experts,)}
+        weight = layer_weight("replicated", layer, vector, local + "expert_bias", vllm + bias)
         yield replace(weight, fp32=True)
 
 
