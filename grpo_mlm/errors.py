@@ -13,6 +13,10 @@ class RunFailure(Exception):
     exit_code = 1
 
 
+class PeerGone(RunFailure):
+    """Another process ended what both were doing: a consequence, whose cause that process knows."""
+
+
 class NamesDiffer(UserError):
     """Weights lack tensors that the model has, or hold some that it has not."""
 

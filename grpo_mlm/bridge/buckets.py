@@ -72,8 +72,9 @@ def schedule(
 ) -> list[Bucket]:
     """The buckets of the plan, in the order in which all ranks treat them.
 
-    Where `src` or `dst` are given, only what that source sends and what that destination gets. First buckets of all pairs come before second ones; within a round, pairs that share no rank stand together.
-    `dtypes`: of every destination rank's tensors, or one for all.
+    First buckets of all pairs come before second ones; within a round, pairs that share no rank stand together.
+    Where `src` or `dst` are given, only what that source sends and what that destination gets. `dtypes`: of every
+    destination rank's tensors, or one for all.
     """
     width = max(len(plan.sources), len(plan.destinations))
     keyed = [

@@ -12,8 +12,7 @@ import socket
 import struct
 from contextlib import suppress
 
-from grpo_mlm.bridge.group import PeerGone
-from grpo_mlm.errors import RunFailure
+from grpo_mlm.errors import PeerGone, RunFailure
 
 _LONGEST = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -50,7 +49,9 @@ def connect(address: str, peer: str, timeout_s: float) -> Channel:
         connection.connect(f"\0{address}")
     except OSError as error:
         connection.close()
-        raise RunFailure(f"{peer} is not there; trainer and engine must be on one machine: {error}") from error
+        raise RunFailure(
+            f"{peer} is not there; trainer and engine must be on one machine: {error}"
+        ) from error
     return Channel(connection, peer, timeout_s)
 
 

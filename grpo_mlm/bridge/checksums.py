@@ -18,7 +18,9 @@ SAMPLE = 16
 """`sample` checks one piece in so many, other ones at each version: after so many syncs, every piece."""
 
 CHUNK = 1 << 18  # elements summed at a time; their 64-bit copies are all the memory that a checksum takes
-_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio: multiples of it differ in all their bits
+_SPREAD = 0x9E3779B97F4A7C15 - (
+    1 << 64
+)  # 2**64 over the golden ratio: multiples of it differ in all their bits
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

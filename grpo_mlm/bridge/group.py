@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mlm.errors import RunFailure
-
-
-class PeerGone(RunFailure):
-    """Another process ended a transfer: a consequence, whose cause that process knows."""
+from grpo_mlm.errors import PeerGone
 
 
 class JointGroup:

@@ -94,8 +94,13 @@ class SyncShape:
     def plan(self) -> Plan:
         """Where several trainer ranks hold the same, the one on the engine rank's device or node sends it."""
         spec = read_model_spec(Path(self.model_folder))
-        sources = megatron_layouts(spec, MegatronParallel(self.tp, self.pp), self.dp, TE if self.te else LOCAL)
-        numbers = [*range(self.trainers), *range(self.first_destination, self.first_destination + self.engine_ranks)]
+        sources = megatron_layouts(
+            spec, MegatronParallel(self.tp, self.pp), self.dp, TE if self.te else LOCAL
+        )
+        numbers = [
+            *range(self.trainers),
+            *range(self.first_destination, self.first_destination + self.engine_ranks),
+        ]
         nodes = [self.nodes[number] for number in numbers] if self.nodes else None
         layouts = [recorded.layout for recorded in self.destinations]
         return make_plan(sources, layouts, [str(number) for number in numbers], nodes)

@@ -17,8 +17,9 @@ from torch import Tensor
 from grpo_mlm.bridge.assemble import Arrivals
 from grpo_mlm.bridge.buckets import Bucket, pack, schedule
 from grpo_mlm.bridge.checksums import Verify
-from grpo_mlm.bridge.group import JointGroup, PeerGone
+from grpo_mlm.bridge.group import JointGroup
 from grpo_mlm.bridge.handoff import Outbox
+from grpo_mlm.errors import PeerGone
 
 __all__ = ["Bucket", "arrivals", "schedule", "send"]
 

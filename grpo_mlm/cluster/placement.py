@@ -32,6 +32,7 @@ class Slot:
     group: PlacementGroup
     bundle: int
     env: dict[str, str] = field(default_factory=dict)
+    node: str = ""  # "" where all slots are on one
 
 
 @contextmanager
@@ -106,7 +107,12 @@ def _slots(group: PlacementGroup, devices: int, device: str) -> list[Slot]:
     # The processes ask Ray for no GPU of their own (trainer and engine share a slot), so Ray must not
     # hide them all: the mask is set here.
     return [
-        Slot(group, i, {"CUDA_VISIBLE_DEVICES": found[i][1], "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
+        Slot(
+            group,
+            i,
+            {"CUDA_VISIBLE_DEVICES": found[i][1], "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+            found[i][0],
+        )
         for i in order
     ]
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_mlm.cluster.placement import Slot
-from grpo_mlm.errors import RunFailure, UserError
+from grpo_mlm.errors import PeerGone, RunFailure, UserError
 
 LOG_TAIL = 15  # lines of a dead process's log shown in the error
 
@@ -97,9 +97,13 @@ class Process:
 def wait(
     processes: Sequence[Process], refs: Sequence[ray.ObjectRef], what: str, timeout_s: float
 ) -> list[Any]:
-    """Results in order; the first failure or the time-out ends the wait with one clear error."""
+    """Results in order; the first failure or the time-out ends the wait with one clear error.
+
+    A process that was let down by another one does not end it: the other one's error says why.
+    """
     deadline = time.monotonic() + timeout_s
     pending = dict(zip(refs, processes, strict=True))
+    let_down: Exception | None = None
     while pending:
         ready, late = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -109,7 +113,12 @@ def wait(
         try:
             ray.get(ready[0])
         except RayError as error:
-            raise explain(error, process, what) from None
+            failure = explain(error, process, what)
+            if not isinstance(failure, PeerGone):
+                raise failure from None
+            let_down = let_down or failure
+    if let_down:
+        raise let_down
     return ray.get(list(refs))
 
 

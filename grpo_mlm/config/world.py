@@ -59,7 +59,13 @@ def resolve_world(config: Config, devices_per_node: int | None) -> World:
     dp, engines = _replicas(config, tp * pp, rollout_tp, have)
     actor, rollout = tp * pp * dp, rollout_tp * engines
     colocated = config.cluster.placement == "colocated"
-    devices = max(actor, rollout) if colocated else actor + rollout
+    if colocated and rollout > actor:
+        raise UserError(
+            f"cluster.placement=colocated: {engines} engines x TP{rollout_tp} = {rollout} rollout ranks and {actor} "
+            "trainer ranks: every rollout rank shares the device of a trainer rank; lower rollout.num_engines or "
+            "rollout.tensor_model_parallel_size, or use disaggregated"
+        )
+    devices = actor if colocated else actor + rollout
     world = World(tp, pp, dp, rollout_tp, engines, devices)
     if have is not None and devices > have:
         raise UserError(

@@ -34,7 +34,15 @@ from grpo_mlm.engine.reference import host_copy, swapped_in
 from grpo_mlm.engine.weight_sender import WeightSender
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.known_tokens import known_tokens
-from grpo_mlm.layouts.megatron import LOCAL, TE, Coordinates, MegatronParallel, Naming, megatron_layout, megatron_layouts
+from grpo_mlm.layouts.megatron import (
+    LOCAL,
+    TE,
+    Coordinates,
+    MegatronParallel,
+    Naming,
+    megatron_layout,
+    megatron_layouts,
+)
 from grpo_mlm.layouts.model import read_model_spec
 from grpo_mlm.telemetry.reduce import Part, merge
 

@@ -31,14 +31,21 @@ class WeightSender:
         self.layout = layout
         if shape.plan.sources[rank] != layout:
             raise RunFailure(f"trainer rank {rank} holds other weights than the plan of the sync says")
-        self.here = rank if shape.colocated and rank < shape.engine_ranks else None  # destination on this device
+        self.here = (
+            rank if shape.colocated and rank < shape.engine_ranks else None
+        )  # destination on this device
         checked = self.verify_mode != "off"
         bucket_bytes = config.bridge.bucket_mb << 20
         self.order = schedule(shape.plan, shape.dtypes, bucket_bytes, rank, self.here, checked)
         self.outbox: Outbox | None = None
 
     def join(
-        self, host: str, port: int, store: dist.Store | None, listener: Listener | None, start_timeout_s: float
+        self,
+        host: str,
+        port: int,
+        store: dist.Store | None,
+        listener: Listener | None,
+        start_timeout_s: float,
     ) -> None:
         """Enter the joint group; `store` on the rank that holds it, `listener` where an engine rank is to connect."""
         self.group = bridge_group.join(

@@ -1,4 +1,6 @@
-"""The vLLM view: one engine rank's parameters in checkpoint layout (before kernels re-lay them out).
+"""The vLLM view: one engine rank's weights in checkpoint layout (before kernels re-lay them out).
+
+They are the model's parameters, and buffers that a checkpoint fills (the `e_score_correction_bias` of a router).
 
 Rules: vLLM's QKVParallelLinear (blocks q, k, v; key-value heads replicated where tp exceeds them),
 MergedColumnParallelLinear (gate, up), RowParallelLinear, VocabParallelEmbedding (padded to a multiple of 64), and

@@ -10,16 +10,15 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from grpo_mlm.bridge.sync_plan import SyncShape
 from grpo_mlm.config.schema import Config
 from grpo_mlm.config.world import World
-from grpo_mlm.errors import RunFailure
+from grpo_mlm.errors import PeerGone, RunFailure
 from grpo_mlm.rollout.request import Completion, Request, Sampling
 from grpo_mlm.rollout.stepper import Stepper
 from grpo_mlm.rollout.vllm_options import end_tokens, engine_arguments, prepare_environment, sampling_params
@@ -41,10 +40,10 @@ class RolloutEngine:
         # When a step fails it prints every request's parameters, and the cause is lost among them.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         self.config, self.index, self.name = config, index, f"engine {index}"
-        megatron = (world.tp, world.pp, world.dp)
-        self.shape = SyncShape(str(model_folder), *megatron, not on_cpu, world.rollout_tp, world.num_engines)
+        self.model_folder = model_folder
         self.weight_version = -1  # the weights of the model's folder
-        self._whole = True  # False from the start of an update to its good end: nothing may be sampled
+        self._whole = True  # False while weights are given up, or from the start of an update to its commit
+        self._given_up: set[str] = set()  # parts of the memory that was given up
         self._stop_token_ids = end_tokens(model_folder)
         self._numbers = itertools.count()
         arguments = EngineArgs(**engine_arguments(config, model_folder, on_cpu))
@@ -76,29 +75,48 @@ class RolloutEngine:
             if waiting:
                 self._stepper.drop(waiting)
 
-    def join(self, host: str, port: int, first_rank: int, world: int) -> str:
-        """Meet the trainer in the joint group, as ranks `first_rank` and on; returns the plan's digest.
+    def record(self) -> list[dict[str, Any]]:
+        """What each rank's loaders make of the model's tensors, `Recorded.packed`."""
+        folder = str(self.model_folder)
+        return self._stepper.call(lambda: self._on_workers("bridge_record", model_folder=folder))
 
-        RunFailure listing names and shapes where the plan and the engine's weights differ.
+    def join(self, host: str, port: int, handoffs: list[str], shape: SyncShape) -> str:
+        """Meet the trainer, anew after a sync that failed; returns the digest of the plan.
+
+        `handoffs`: colocated, where each rank of this engine finds the trainer rank on its device. RunFailure listing
+        names and shapes where the plan and the engine's weights differ.
         """
         from grpo_mlm.rollout.weight_transfer import JoinInfo
 
-        bucket_bytes, timeout = self.config.bridge.bucket_mb << 20, self.config.cluster.call_timeout_s
-        info = JoinInfo(host, port, first_rank, world, self.index, bucket_bytes, timeout, asdict(self.shape))
-        replies = self._stepper.call(lambda: self._on_workers("bridge_join", info=asdict(info)))
+        bridge, timeout_s = self.config.bridge, self.config.cluster.call_timeout_s
+        info = JoinInfo(
+            host, port, handoffs, self.index, bridge.bucket_mb << 20, bridge.verify, timeout_s, shape
+        )
+        replies = self._stepper.call(lambda: self._on_workers("bridge_join", info=dict(vars(info))))
         digests = {reply["digest"] for reply in replies}
         if len(digests) != 1:
             raise RunFailure(f"{self.name}: its ranks planned different transfers: {sorted(digests)}")
         return str(digests.pop())
 
     def receive_weights(self, version: int) -> dict[str, int]:
-        """Take new weights while the trainer sends them; from then on samples carry `version`.
+        """Take the weights of `version` while the trainer sends them; nothing is sampled until they are committed.
 
-        All or nothing: until a whole update has arrived nothing is sampled and the old version's number stays.
-        After one that broke off, trainer and engines have to join again. Returns bytes and tensors received, over
-        all ranks.
+        After an update that broke off, trainer and engines have to join again. Returns the numbers of bytes, tensors
+        and checked pieces, over all ranks.
         """
         return self._stepper.call(lambda: self._receive(version))
+
+    def commit_weights(self, version: int) -> None:
+        """All engines have the new weights: from now on samples carry `version`."""
+        self._stepper.call(lambda: self._commit(version))
+
+    def release_memory(self) -> None:
+        """Give up the memory of weights and KV cache (on GPUs) until it is taken back; the weights are lost."""
+        self._stepper.call(self._release)
+
+    def retake_memory(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take back what was given up: `weights` before the sync that fills them, `kv_cache` after it."""
+        self._stepper.call(lambda: self._retake(part))
 
     def shutdown(self) -> None:
         """End the step thread and vLLM's own processes. Whoever still waits for a sample gets a RunFailure."""
@@ -106,17 +124,31 @@ class RolloutEngine:
         self._engine.engine_core.shutdown()
 
     def _receive(self, version: int) -> dict[str, int]:
-        if self._stepper.running:
-            raise RunFailure(
-                f"{self.name}: a weight update while {self._stepper.running} samples are being drawn"
-            )
+        self._check_idle("a weight update")
         self._whole = False
-        replies = self._on_workers("bridge_receive")
+        replies = self._on_workers("bridge_receive", version=version)
+        return {key: sum(reply[key] for reply in replies) for key in ("bytes", "tensors", "verified")}
+
+    def _commit(self, version: int) -> None:
         # Only now: the cache of keys and values belongs to the weights that just left.
         if not self._engine.reset_prefix_cache():
             raise RunFailure(f"{self.name}: the prefix cache could not be reset after the weight update")
         self.weight_version, self._whole = version, True
-        return {key: sum(reply[key] for reply in replies) for key in ("bytes", "tensors")}
+
+    def _release(self) -> None:
+        self._check_idle("giving memory up")
+        self._whole = False
+        self._engine.sleep(level=2)
+        self._given_up = {"weights", "kv_cache"}
+
+    def _retake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if part in self._given_up:
+            self._engine.wake_up([part])
+            self._given_up.remove(part)
+
+    def _check_idle(self, what: str) -> None:
+        if self._stepper.running:
+            raise RunFailure(f"{self.name}: {what} while {self._stepper.running} samples are being drawn")
 
     def _on_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
         """Call the worker extension on every rank; RunFailure with the ranks' errors."""
@@ -124,9 +156,13 @@ class RolloutEngine:
             replies = self._engine.collective_rpc(method, kwargs=kwargs)
         except RuntimeError as error:  # a worker process died
             raise RunFailure(f"{self.name}: {method} failed: {error}") from error
-        errors = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
-        if errors:
-            raise RunFailure(f"{self.name}: {method} failed\n" + "\n".join(errors))
+        failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
+        if failed:
+            let_down = all(reply.get("peer_gone") for reply in failed.values())
+            errors = [f"rank {rank}: {reply['error']}" for rank, reply in failed.items()]
+            raise (PeerGone if let_down else RunFailure)(
+                f"{self.name}: {method} failed\n" + "\n".join(errors)
+            )
         return replies
 
     def _admit(
@@ -136,7 +172,10 @@ class RolloutEngine:
         from vllm.inputs import TokensPrompt
 
         if not self._whole:
-            raise RunFailure(f"{self.name}: its last weight update broke off; sync again before sampling")
+            raise RunFailure(
+                f"{self.name} has no whole weights: its last update broke off, or its memory was given up; "
+                "sync before sampling"
+            )
         for request in requests:
             request_id = f"{request.request_id}/{next(self._numbers)}"
             if len(request.prompt_ids) >= self._engine.model_config.max_model_len:

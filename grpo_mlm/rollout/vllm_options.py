@@ -61,7 +61,11 @@ def engine_arguments(config: Config, model_folder: Path, on_cpu: bool) -> dict[s
     if known_tokens(model_folder) < read_model_spec(model_folder).vocab_size:
         arguments["logits_processors"] = ["grpo_mlm.rollout.vocabulary:KnownTokens"]
     if not on_cpu:
-        return arguments | {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+        gives_memory_up = config.cluster.placement == "colocated"
+        return arguments | {
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "enable_sleep_mode": gives_memory_up,
+        }
     # A seeded request whose prompt is split over steps would rewind its generator, which a CPU generator cannot:
     # prompts are computed whole, and a step has room for the longest.
     budget = max(rollout.max_num_batched_tokens or CPU_STEP_TOKENS, length, rollout.max_num_seqs)

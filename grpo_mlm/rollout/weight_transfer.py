@@ -26,11 +26,10 @@ from grpo_mlm.bridge.assemble import Arrivals, Assembly
 from grpo_mlm.bridge.buckets import schedule
 from grpo_mlm.bridge.channel import connect
 from grpo_mlm.bridge.checksums import Verify
-from grpo_mlm.bridge.group import PeerGone
 from grpo_mlm.bridge.handoff import Inbox
 from grpo_mlm.bridge.sync_plan import Recorded, SyncShape, check_shapes
 from grpo_mlm.bridge.transfer import arrivals
-from grpo_mlm.errors import RunFailure
+from grpo_mlm.errors import PeerGone, RunFailure
 from grpo_mlm.layouts.model import canonical_tensors, read_model_spec
 from grpo_mlm.rollout.recorder import record_layout
 from grpo_mlm.rollout.reload import Reload, checkpoint_parameters, loadable_shapes
@@ -44,7 +43,9 @@ class JoinInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    handoffs: list[str]  # colocated: where each rank of this engine connects to the trainer rank on its device
+    handoffs: list[
+        str
+    ]  # colocated: where each rank of this engine connects to the trainer rank on its device
     engine: int
     bucket_bytes: int
     verify: Literal["off", "sample", "full"]

@@ -68,11 +68,6 @@ def resolve_device(config: Config) -> tuple[str, int | None]:
     device = config.cluster.device if config.cluster.device != "auto" else ("cuda" if visible else "cpu")
     if device == "cpu":
         return device, config.cluster.n_devices_per_node
-    if config.cluster.placement == "colocated":
-        raise UserError(
-            "cluster.placement=colocated on GPUs: weights travel by NCCL, which cannot join two ranks "
-            "of one device; use disaggregated"
-        )
     count = config.cluster.n_devices_per_node or visible
     if not count:
         raise UserError(

@@ -99,6 +99,8 @@ class Run:
             batch = assemble(finished)
             if cfg.trainer.debug.save_rollouts is not None:
                 batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
+            if cfg.cluster.placement == "colocated":
+                self.engines.call("release_memory")
         clock.move("gen", "reward", scoring_seconds)
         self._check(batch)
         return batch
@@ -190,7 +192,16 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         actor = stack.enter_context(start_actor(config, prepared.model_folder, world, slots, folder))
         if engines:
             wait_until_ready(engines, timeout)
-            weights = WeightSync(actor, engines, world.rollout_tp, timeout)
+            weights = WeightSync(
+                actor,
+                engines,
+                str(prepared.model_folder),
+                world,
+                colocated=config.cluster.placement == "colocated",
+                te=device == "cuda",
+                nodes=[slot.node for slot in slots],
+                start_timeout_s=timeout,
+            )
         console.say(f"started in {time.perf_counter() - began:.0f} s")
         yield Run(
             config=config,

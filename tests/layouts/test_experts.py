@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -106,8 +107,7 @@ def test_an_engine_rank_holds_its_experts_in_two_matrices(family: str, tp: int, 
 
 def test_experts_that_do_not_divide_the_ranks_of_an_engine() -> None:
     """vLLM gives the first ranks one more: 8 experts on 3 ranks are 3, 3 and 2."""
-    spec = moe_spec()
-    spec = ModelSpec(**{**vars(spec), "heads": 6, "kv_heads": 3, "vocab_size": 192})
+    spec = replace(moe_spec(), heads=6, kv_heads=3, vocab_size=192)
     w2 = "model.layers.0.mlp.experts.routed_experts.w2_weight"
     shapes = [vllm_layout(spec, 3, t, ep=True).shapes[w2] for t in range(3)]
     assert shapes == [(3 * 8, 12), (3 * 8, 12), (2 * 8, 12)]
@@ -209,23 +209,15 @@ def test_sizes_that_do_not_fit_are_the_users_error(par: MegatronParallel, dp: in
 def test_qwen3_30b_a3b_has_the_published_sizes() -> None:
     """facts: 3.082 GB outside of the experts and 57.98 GB in them, bf16."""
     moe = Moe(experts=128, top_k=8, ffn=768, norm_topk_prob=True)
-    spec = ModelSpec(
-        "qwen3_moe",
-        2048,
-        48,
-        32,
-        4,
-        128,
-        6144,
-        151936,
-        False,
-        False,
-        False,
-        True,
-        1e-6,
-        Rope(1e6),
-        40960,
-        moe,
+    spec = replace(
+        moe_spec(),
+        hidden_size=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        moe=moe,
     )
     size: Counter[bool] = Counter()
     for name, shape in canonical_tensors(spec).items():

@@ -72,7 +72,9 @@ def test_canonical_tensors_are_those_of_the_transformers_model(tmp_path: Path, m
     [
         (Qwen3MoeConfig(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, **SIZES), False),
         (
-            Qwen3MoeConfig(num_experts=3, norm_topk_prob=True, num_experts_per_tok=1, head_dim=32, **SIZES),
+            Qwen3MoeConfig(
+                num_experts=3, norm_topk_prob=True, num_experts_per_tok=1, **(SIZES | {"head_dim": 32})
+            ),
             True,
         ),
         (MixtralConfig(num_local_experts=3, **SIZES), True),
