@@ -42,12 +42,13 @@ def weight_sync_plan(
     rollout: Annotated[
         str, typer.Option(help="engines: tp, ep (1: whole experts), replicas")
     ] = "tp=4,replicas=8",
+    tensors: Annotated[bool, typer.Option("--tensors", help="also a line for every tensor")] = False,
     json: Json = False,
 ) -> None:
     """The planner alone, on shapes: seconds, memory, and the bytes that each rank sends and receives."""
     from benchmarks.weight_sync_plan import measure
 
-    measure(model, train, rollout).show(json)
+    measure(model, train, rollout, tensors).show(json)
 
 
 @app.command("convert")

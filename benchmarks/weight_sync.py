@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from benchmarks.models import find_model
 from benchmarks.result import Result, summary
 from benchmarks.sizes import parse_sizes
 from grpo_mlm.bridge import group as bridge_group
-from grpo_mlm.bridge.transfer import receive, schedule, send
+from grpo_mlm.bridge.assemble import Assembly
+from grpo_mlm.bridge.buckets import schedule
+from grpo_mlm.bridge.checksums import Verify
+from grpo_mlm.bridge.transfer import arrivals, send
 from grpo_mlm.layouts.boxes import Layout, slices
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
 from grpo_mlm.layouts.model import ModelSpec, canonical_tensors
@@ -31,6 +35,7 @@ from grpo_mlm.layouts.vllm import vllm_layout
 
 DTYPE = torch.bfloat16
 TIMEOUT_S = 600.0
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,12 @@ def _process(rank: int, case: Case, timings: list[Timing]) -> None:
 
 def _trainer(rank: int, case: Case, world: int) -> Timing:
     params = _weights(case.spec, case.sources[rank])
-    order = schedule(make_plan(case.sources, case.destinations), DTYPE.itemsize, case.bucket_bytes, src=rank)
-    group = bridge_group.join("127.0.0.1", case.port, rank, world, torch.device("cpu"), TIMEOUT_S)
+    order = schedule(make_plan(case.sources, case.destinations), DTYPE, case.bucket_bytes, src=rank)
+    group = bridge_group.join("127.0.0.1", case.port, rank, world, CPU, TIMEOUT_S)
     gather = Gather(case, rank, params)
     timing = Timing([], [], 0, 0)
     for _ in range(case.runs + 1):
-        timing.ours.append(_timed(lambda: send(order, rank, params, DTYPE, group, len(case.sources))))
+        timing.ours.append(_timed(lambda: send(order, rank, params, group, len(case.sources))))
         timing.theirs.append(_timed(gather.run))
     timing.their_bytes = gather.received
     return _warm(timing)
@@ -125,20 +130,23 @@ def _trainer(rank: int, case: Case, world: int) -> Timing:
 def _engine(rank: int, case: Case, world: int) -> Timing:
     me = rank - len(case.sources)
     layout = case.destinations[me]
-    order = schedule(make_plan(case.sources, case.destinations), DTYPE.itemsize, case.bucket_bytes, dst=me)
-    group = bridge_group.join("127.0.0.1", case.port, rank, world, torch.device("cpu"), TIMEOUT_S)
+    order = schedule(make_plan(case.sources, case.destinations), DTYPE, case.bucket_bytes, dst=me)
+    group = bridge_group.join("127.0.0.1", case.port, rank, world, CPU, TIMEOUT_S)
     slicer = Slice(case, rank, layout)
     timing = Timing([], [], 0, 0)
     got: dict[str, Tensor] = {}
+
+    def take() -> None:
+        assembly = Assembly(layout, dict.fromkeys(layout.shapes, DTYPE), CPU, Verify())
+        got.update(assembly.tensors(arrivals(order, me, CPU, group)))
+        timing.our_bytes = assembly.received
+
     for _ in range(case.runs + 1):
         got.clear()
-        timing.ours.append(
-            _timed(lambda: got.update(receive(order, me, layout, DTYPE, torch.device("cpu"), group)))
-        )
+        timing.ours.append(_timed(take))
         timing.theirs.append(_timed(slicer.run))
     for name, tensor in slicer.tensors.items():
         assert torch.equal(tensor, got[name]), name
-    timing.our_bytes = DTYPE.itemsize * sum(bucket.elements for bucket in order)
     timing.their_bytes = slicer.received
     return _warm(timing)
 
@@ -148,10 +156,10 @@ def _warm(timing: Timing) -> Timing:
     return Timing(timing.ours[1:], timing.theirs[1:], timing.our_bytes, timing.their_bytes)
 
 
-def _timed(work: object) -> float:
+def _timed(work: Callable[[], object]) -> float:
     dist.barrier()
     began = time.perf_counter()
-    work()  # type: ignore[operator]
+    work()
     return time.perf_counter() - began
 
 

@@ -9,6 +9,7 @@ from benchmarks.models import find_model
 from benchmarks.result import Result
 from benchmarks.sizes import parse_sizes
 from grpo_mlm.layouts.megatron import TE, MegatronParallel, megatron_layouts
+from grpo_mlm.layouts.plan_report import report, summary
 from grpo_mlm.layouts.planner import make_plan
 from grpo_mlm.layouts.vllm import vllm_layout
 
@@ -17,8 +18,8 @@ TRAIN = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 0, "dp": 1, "first": 0, "la
 ROLLOUT = {"tp": 1, "ep": 0, "replicas": 1}
 
 
-def measure(model: str, train: str, rollout: str) -> Result:
-    """One row a side. `train` with etp=0 means that of the rest, first=0 and last=0 an even cut of the layers."""
+def measure(model: str, train: str, rollout: str, tensors: bool = False) -> Result:
+    """One row a side; `tensors` adds a line a tensor. `train` with etp=0 means that of the rest, first=0 and last=0 an even cut of the layers."""
     spec = find_model(model)
     t, r = parse_sizes(train, "--train", TRAIN), parse_sizes(rollout, "--rollout", ROLLOUT)
     par = MegatronParallel(
@@ -30,22 +31,26 @@ def measure(model: str, train: str, rollout: str) -> Result:
     laid_out = time.perf_counter()
     plan = make_plan(sources, engine * r["replicas"])
     planned = time.perf_counter()
-    sides = (("trainer", "sent", plan.egress()), ("engines", "received", plan.ingress()))
+    numbers = summary(plan, ITEMSIZE)
+    sides = (
+        ("trainer: sent", "sources", "egress_bytes"),
+        ("engines: received", "destinations", "ingress_bytes"),
+    )
     rows = [
         {
-            "side": f"{side}: {verb}",
-            "ranks": len(elements),
-            "total bytes": ITEMSIZE * sum(elements),
-            "least bytes a rank": ITEMSIZE * min(elements),
-            "most bytes a rank": ITEMSIZE * max(elements),
-            "most / mean": max(elements) * len(elements) / sum(elements),
+            "side": side,
+            "ranks": numbers[ranks],
+            "total bytes": numbers["bytes"],
+            "least bytes a rank": numbers[spread]["min"],
+            "most bytes a rank": numbers[spread]["max"],
+            "most / mean": numbers[spread]["max_over_mean"],
         }
-        for side, verb, elements in sides
+        for side, ranks, spread in sides
     ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     notes = [
         f"{model}, bfloat16, from {train} to {rollout}",
         f"layouts {laid_out - began:.2f} s, plan {planned - laid_out:.2f} s, peak memory {peak / 1e9:.2f} GB",
-        f"digest {plan.digest}",
+        *report(plan, ITEMSIZE, most_pairs=0, tensors=tensors),
     ]
     return Result("weight_sync_plan", rows, notes)
