@@ -19,7 +19,10 @@ ROLLOUT = {"tp": 1, "ep": 0, "replicas": 1}
 
 
 def measure(model: str, train: str, rollout: str, tensors: bool = False) -> Result:
-    """One row a side; `tensors` adds a line a tensor. `train` with etp=0 means that of the rest, first=0 and last=0 an even cut of the layers."""
+    """One row a side; `tensors` adds a line a tensor.
+
+    `train` with etp=0 means that of the rest, first=0 and last=0 an even cut of the layers.
+    """
     spec = find_model(model)
     t, r = parse_sizes(train, "--train", TRAIN), parse_sizes(rollout, "--rollout", ROLLOUT)
     par = MegatronParallel(

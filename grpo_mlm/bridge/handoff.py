@@ -31,16 +31,21 @@ class Outbox:
         channel.send(message, fds)
         for fd in fds:
             os.close(fd)
-        self._full = self._empty = 0  # buckets handed over, and those of them that have been taken
+        # Buckets that got a slot; those of them that were handed over; and those that have been taken.
+        self._given = self._full = self._empty = 0
 
     def free_slot(self, nbytes: int) -> Tensor:
-        """Room for the next bucket, uint8 `[nbytes]`, once the engine has emptied it."""
-        while self._full - self._empty >= SLOTS:
+        """Room for the next bucket, uint8 `[nbytes]`, once the engine has emptied it.
+
+        The bucket before the last must have been handed over, or nobody would ever empty its slot.
+        """
+        while self._given - self._empty >= SLOTS:
             self._wait()
-        return self._slots[self._full % SLOTS][:nbytes]
+        self._given += 1
+        return self._slots[(self._given - 1) % SLOTS][:nbytes]
 
     def hand_over(self) -> None:
-        """The slot that was asked for last is full."""
+        """The oldest slot that was asked for and not handed over is full."""
         _finish_device_work(self._device)
         self._channel.send(_MESSAGE.pack(_FULL, self._full))
         self._full += 1

@@ -1,82 +1,55 @@
-"""Weights over a real gloo group: every engine rank gets exactly its slices, and a failure reaches everyone."""
+"""Weights over a real gloo group and through shared memory: every engine rank gets exactly its slices."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_mlm.bridge.group import JointGroup
 from grpo_mlm.bridge.sync_plan import check_shapes
-from grpo_mlm.bridge.transfer import Bucket, receive, schedule, send
-from grpo_mlm.errors import RunFailure
-from grpo_mlm.layouts.boxes import Layout, volume
-from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
-from grpo_mlm.layouts.model import ModelSpec, Rope, canonical_tensors
-from grpo_mlm.layouts.planner import Plan, make_plan
-from grpo_mlm.layouts.vllm import vllm_layout
-from tests.bridge.joint import at_once, fill, meet
+from grpo_mlm.errors import PeerGone, RunFailure
+from grpo_mlm.layouts.boxes import volume
+from grpo_mlm.layouts.megatron import MegatronParallel
+from grpo_mlm.layouts.planner import Plan
+from tests.bridge.exchange import DENSE, EXPERTS, Exchange, plan_of, random_weights
+from tests.bridge.joint import at_once, fill
 
-SPEC = ModelSpec("qwen2", 8, 2, 4, 2, 4, 12, 70, False, True, False, False, 1e-6, Rope(10000.0), 64)
-CPU = torch.device("cpu")
-
-
-def weights(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
-    make = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=make) for name, shape in canonical_tensors(spec).items()}
-
-
-def plan_of(spec: ModelSpec, trainer: tuple[int, int, int], engine_tp: int, engines: int) -> Plan:
-    tp, pp, dp = trainer
-    destinations = [vllm_layout(spec, engine_tp, rank) for rank in range(engine_tp)] * engines
-    return make_plan(megatron_layouts(spec, MegatronParallel(tp, pp), dp), destinations)
-
-
-def collect(
-    order: list[Bucket], rank: int, layout: Layout, dtype: torch.dtype, group: JointGroup
-) -> dict[str, Tensor]:
-    received = list(receive(order, rank, layout, dtype, CPU, group))
-    assert len({name for name, _ in received}) == len(received), "a tensor came twice"
-    return dict(received)
+TRAINERS = [
+    (MegatronParallel(*sizes), dp)
+    for *sizes, dp in product((1, 2, 4), (1, 2, 4), (1, 2, 4))
+    if sizes[0] * sizes[1] * dp <= 8
+]
+EXPERT_TRAINERS = [
+    (MegatronParallel(ep=2), 2),
+    (MegatronParallel(ep=4), 4),
+    (MegatronParallel(pp=2, ep=2), 2),
+    (MegatronParallel(tp=2, ep=2, etp=1), 1),
+    (MegatronParallel(tp=2, ep=2), 2),
+]
+PAIRS = [
+    *((DENSE, *trainer, tp, False) for trainer in TRAINERS for tp in (1, 2, 4)),
+    *(
+        (EXPERTS, *trainer, tp, ep)
+        for trainer in EXPERT_TRAINERS
+        for tp, ep in ((1, False), (2, False), (4, True))
+    ),
+]
 
 
-def transfer(
-    plan: Plan, groups: list[JointGroup], canonical: dict[str, Tensor], dtype: torch.dtype, bucket_bytes: int
-) -> tuple[list[int], list[dict[str, Tensor]]]:
-    """Run all ranks of a plan; bytes sent by each source, tensors received by each destination."""
-    order, first = schedule(plan, dtype.itemsize, bucket_bytes), len(plan.sources)
-    sources = [fill(layout, canonical) for layout in plan.sources]
-    calls = [
-        lambda r=r, p=params: send(order, r, p, dtype, groups[r], first) for r, params in enumerate(sources)
-    ]
-    calls += [
-        lambda r=r, lay=layout: collect(order, r, lay, dtype, groups[first + r])
-        for r, layout in enumerate(plan.destinations)
-    ]
-    outcomes = at_once(calls)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes[:first], outcomes[first:]
+def named(pair: object) -> str:
+    return pair.family if hasattr(pair, "family") else str(pair)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("trainer", "engine_tp", "engines"),
-    [((1, 1, 1), 1, 1), ((2, 2, 1), 2, 1), ((2, 2, 1), 1, 2), ((1, 2, 2), 2, 2), ((4, 1, 1), 4, 1)],
-)
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 400])
-def test_every_destination_gets_its_slices_bit_for_bit(
-    trainer: tuple[int, int, int], engine_tp: int, engines: int, tied: bool, bucket_bytes: int
-) -> None:
-    """WSY-06: small buckets split tensors and rounds; (4, 1, 1) cuts through a query group on the trainer."""
-    spec = replace(SPEC, tied=tied)
-    plan = plan_of(spec, trainer, engine_tp, engines)
-    canonical = weights(spec)
-    groups = meet(len(plan.sources) + len(plan.destinations))
-    _, received = transfer(plan, groups, canonical, torch.float32, bucket_bytes)
+def sources_of(plan: Plan, canonical: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    made = {id(layout): fill(layout, canonical) for layout in plan.sources}
+    return [made[id(layout)] for layout in plan.sources]
+
+
+def check_received(plan: Plan, received: list[dict[str, Tensor]], canonical: dict[str, Tensor]) -> None:
     for layout, got in zip(plan.destinations, received, strict=True):
         expected = fill(layout, canonical)
         assert got.keys() == expected.keys()
@@ -84,99 +57,191 @@ def test_every_destination_gets_its_slices_bit_for_bit(
             torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0)
 
 
-def test_each_byte_travels_once_and_replicas_share_the_work() -> None:
-    """No rank sends or gets another's part: the bytes sent are those that the destinations hold, less padding."""
-    plan = plan_of(SPEC, (2, 1, 2), 2, 2)
-    sent, _ = transfer(plan, meet(8), weights(SPEC), torch.float32, 400)
-    held = sum(volume(piece.local_box) for layout in plan.destinations for piece in layout.pieces)
-    assert sum(sent) == 4 * held
-    for one, other in ((0, 2), (1, 3)):  # the same weights in two data-parallel ranks
-        assert sent[one] == pytest.approx(sent[other], rel=0.3)
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+@pytest.mark.parametrize(("spec", "trainer", "dp", "engine_tp", "ep"), PAIRS, ids=named)
+def test_every_rank_gets_what_it_holds_bit_for_bit_and_once(
+    spec, trainer: MegatronParallel, dp: int, engine_tp: int, ep: bool, colocated: bool
+) -> None:
+    """WSY-06. One engine, or as many as the trainer has devices for; 400 bytes a bucket split tensors and rounds."""
+    trainers = trainer.tp * trainer.pp * dp
+    engines = max(1, trainers // engine_tp) if colocated else 2
+    if colocated and engine_tp > trainers:
+        pytest.skip("more engine ranks than devices")
+    plan = plan_of(spec, trainer, dp, engine_tp, engines, colocated, ep)
+    canonical = random_weights(spec)
+    sent, received = Exchange(plan, colocated).run(sources_of(plan, canonical))
+    check_received(plan, [got for got, _ in received], canonical)
+    for layout, (_, assembly) in zip(plan.destinations, received, strict=True):
+        assert assembly.received == 4 * sum(volume(piece.local_box) for piece in layout.pieces)
+    assert sum(sent) == sum(assembly.received for _, assembly in received)
+    assert sent == [4 * elements for elements in plan.egress()]
 
 
-def test_weights_arrive_in_the_engines_precision() -> None:
-    canonical = weights(SPEC)
-    plan = plan_of(SPEC, (1, 1, 1), 1, 1)
-    _, [received] = transfer(plan, meet(2), canonical, torch.bfloat16, 1 << 20)
-    expected = fill(plan.destinations[0], canonical)
-    for name, tensor in received.items():
-        assert tensor.dtype == torch.bfloat16
-        torch.testing.assert_close(tensor, expected[name].bfloat16(), rtol=0, atol=0)
+@pytest.mark.parametrize(
+    ("spec", "trainer", "dp", "engine_tp", "engines", "colocated"),
+    [
+        (DENSE, MegatronParallel(tp=2), 2, 2, 2, False),
+        (DENSE, MegatronParallel(tp=2), 4, 4, 2, False),
+        (DENSE, MegatronParallel(tp=4), 2, 2, 4, True),
+        (DENSE, MegatronParallel(), 4, 2, 2, True),
+        (EXPERTS, MegatronParallel(ep=2), 4, 2, 2, False),
+    ],
+)
+def test_sources_send_equally_much(
+    spec, trainer: MegatronParallel, dp: int, engine_tp: int, engines: int, colocated: bool
+) -> None:
+    """Wide layers, as real ones are: the largest egress is at most 1.05 times the mean."""
+    wide = replace(spec, hidden_size=64, ffn=96, vocab_size=1024)
+    plan = plan_of(wide, trainer, dp, engine_tp, engines, colocated)
+    sent, _ = Exchange(plan, colocated, bucket_bytes=1 << 16).run(sources_of(plan, random_weights(wide)))
+    assert max(sent) <= 1.05 * sum(sent) / len(sent)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that the thread makes; memory that views see is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {
+            x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)
+        }
+        for made in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+                self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return out
+
+
+def measured(work):
+    def measure() -> int:
+        with Largest() as largest:
+            work()
+        return largest.nbytes
+
+    return measure
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+@pytest.mark.parametrize("bucket_bytes", [2048, 1 << 16])
+def test_no_rank_makes_a_tensor_larger_than_a_bucket_or_its_own(colocated: bool, bucket_bytes: int) -> None:
+    """In particular never the whole of a tensor that is cut: those are twice as large as any rank's part, and more."""
+    spec = replace(DENSE, hidden_size=64, ffn=96, vocab_size=1024)
+    plan = plan_of(spec, MegatronParallel(tp=4), 1, 2, 1, colocated)
+    exchange = Exchange(plan, colocated, bucket_bytes)
+    params = sources_of(plan, random_weights(spec))
+    calls = [measured(exchange.sender(rank, held)) for rank, held in enumerate(params)]
+    calls += [measured(exchange.receiver(rank)) for rank in range(2)]
+    made = at_once(calls)
+    own = [
+        4 * max(map(torch.Size.numel, map(torch.Size, layout.shapes.values())))
+        for layout in plan.destinations
+    ]
+    assert all(
+        0 < nbytes <= max(bucket_bytes, largest) for nbytes, largest in zip(made[4:], own, strict=True)
+    )
+    assert all(nbytes <= bucket_bytes for nbytes in made[:4])
+    assert max(own) <= 4 * 1024 * 64 // 2
+
+
+def test_weights_arrive_in_the_precision_of_each_tensor() -> None:
+    """bf16, and beside them tensors that the engine keeps in fp32."""
+    canonical = random_weights(DENSE)
+    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 2, 1)
+    dtypes = [
+        {name: torch.float32 if "layernorm" in name else torch.bfloat16 for name in layout.shapes}
+        for layout in plan.destinations
+    ]
+    _, received = Exchange(plan, bucket_bytes=1000, dtypes=dtypes).run(sources_of(plan, canonical))
+    for layout, wanted, (got, assembly) in zip(plan.destinations, dtypes, received, strict=True):
+        for name, tensor in fill(layout, canonical).items():
+            assert got[name].dtype == wanted[name]
+            torch.testing.assert_close(got[name], tensor.to(wanted[name]), rtol=0, atol=0)
+        held = sum(volume(piece.local_box) * wanted[piece.local].itemsize for piece in layout.pieces)
+        assert assembly.received == held
 
 
 def test_no_bucket_is_larger_than_its_limit() -> None:
-    order = schedule(plan_of(SPEC, (2, 2, 1), 2, 1), 4, 400)
-    assert 50 < max(bucket.elements for bucket in order) <= 100
+    order = Exchange(plan_of(DENSE, MegatronParallel(2, 2), 1, 2, 1), bucket_bytes=400).order
+    assert 200 < max(bucket.payload for bucket in order) <= 400
 
 
-def test_a_group_serves_one_transfer_after_another() -> None:
-    plan = plan_of(SPEC, (2, 1, 1), 1, 1)
-    groups = meet(3)
-    for seed in (1, 2):
-        canonical = weights(SPEC, seed)
-        _, [received] = transfer(plan, groups, canonical, torch.float32, 400)
-        expected = fill(plan.destinations[0], canonical)
-        assert all(torch.equal(received[name], expected[name]) for name in expected)
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+def test_one_transfer_after_another(colocated: bool) -> None:
+    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 1, 1, colocated)
+    exchange = Exchange(plan, colocated, mode="sample")
+    for version in (1, 2):
+        canonical = random_weights(DENSE, version)
+        _, [(received, _)] = exchange.run(sources_of(plan, canonical), version)
+        check_received(plan, [received], canonical)
 
 
-def test_a_rank_that_holds_only_padding_of_a_tensor_gets_it_as_zeros() -> None:
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+def test_a_rank_that_holds_only_padding_of_a_tensor_gets_it_as_zeros(colocated: bool) -> None:
     """65 tokens padded to 128 over four ranks: the last two hold nothing but padding."""
-    spec = replace(SPEC, vocab_size=65, heads=4, kv_heads=4)
-    plan = plan_of(spec, (1, 1, 1), 4, 1)
-    _, received = transfer(plan, meet(5), weights(spec), torch.float32, 1 << 20)
-    assert received[3].keys() == plan.destinations[3].shapes.keys()
-    assert torch.equal(received[3]["lm_head.weight"], torch.zeros(32, 8))
+    spec = replace(DENSE, vocab_size=65, heads=4, kv_heads=4)
+    plan = plan_of(spec, MegatronParallel(tp=4), 1, 4, 1, colocated)
+    _, received = Exchange(plan, colocated).run(sources_of(plan, random_weights(spec)))
+    got, _ = received[3]
+    assert got.keys() == plan.destinations[3].shapes.keys()
+    assert torch.equal(got["lm_head.weight"], torch.zeros(32, 8))
 
 
 def cut_off(outcome: object) -> bool:
     """Whether a rank failed by what its peer did, and not by waiting for it."""
-    return isinstance(outcome, RuntimeError) and "Timed out" not in str(outcome)
+    return isinstance(outcome, PeerGone) and "Timed out" not in str(outcome)
 
 
-def test_a_sender_that_breaks_off_fails_its_receivers_at_once() -> None:
-    """Not by the time-out: the failed rank cuts its connections, and the group must be joined anew."""
-    plan = plan_of(SPEC, (2, 1, 1), 1, 1)
-    groups = meet(3)
-    order = schedule(plan, 4, 400)
-    params = fill(plan.sources[0], weights(SPEC))
-    del params["output_layer.weight"]
-    layout = plan.destinations[0]
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+def test_a_sender_that_breaks_off_fails_all_others_at_once(colocated: bool) -> None:
+    """Not by the time-out: the failed rank cuts its connections, and all must join anew."""
+    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 2, 1, colocated)
+    exchange = Exchange(plan, colocated)
+    whole, broken = sources_of(plan, random_weights(DENSE))
+    broken = {name: tensor for name, tensor in broken.items() if name != "output_layer.weight"}
     calls = [
-        lambda: send(order, 0, params, torch.float32, groups[0], 2),
-        lambda: send(order, 1, fill(plan.sources[1], weights(SPEC)), torch.float32, groups[1], 2),
-        lambda: collect(order, 0, layout, torch.float32, groups[2]),
+        exchange.sender(0, whole),
+        exchange.sender(1, broken),
+        exchange.receiver(0),
+        exchange.receiver(1),
     ]
-    broken, _, receiver = at_once(calls)
-    assert isinstance(broken, KeyError)
-    assert cut_off(receiver)
-    with pytest.raises(RunFailure, match="join again"):
-        collect(order, 0, layout, torch.float32, groups[2])
+    other, cause, *receivers = at_once(calls)
+    assert isinstance(cause, KeyError)
+    assert all(map(cut_off, (other, *receivers)))
+    with pytest.raises(PeerGone):
+        exchange.receiver(0)()
 
 
-def test_a_receiver_that_breaks_off_fails_its_senders_at_once() -> None:
-    """One receiver fails, and through the senders the failure reaches the other receiver too."""
-    plan = plan_of(SPEC, (1, 1, 1), 1, 2)
-    groups = meet(3)
-    order, layout = schedule(plan, 4, 400), plan.destinations[0]
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
+def test_a_receiver_that_breaks_off_fails_all_others_at_once(colocated: bool) -> None:
+    """Through the senders the failure reaches the other receiver too."""
+    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 2, 1, colocated)
+    exchange = Exchange(plan, colocated)
+    params = sources_of(plan, random_weights(DENSE))
 
     def take_one() -> None:
-        arriving = receive(order, 0, layout, torch.float32, CPU, groups[1])
-        next(arriving)
-        arriving.close()
+        tensors = exchange.assembly(0).tensors(exchange.arrivals(0))
+        next(tensors)
+        tensors.close()
 
-    def send_all() -> None:
+    def again_and_again(work):
         """More than the sockets hold, so that it cannot end before the receiver has failed."""
-        params = fill(plan.sources[0], weights(SPEC))
-        for _ in range(10_000):
-            send(order, 0, params, torch.float32, groups[0], 1)
 
-    def take_all() -> None:
-        for _ in range(10_000):
-            collect(order, 1, layout, torch.float32, groups[2])
+        def repeat() -> None:
+            for _ in range(10_000):
+                work()
 
-    _, sender, other = at_once([take_one, send_all, take_all])
-    assert cut_off(sender)
-    assert cut_off(other)
+        return repeat
+
+    calls = [
+        take_one,
+        *(again_and_again(exchange.sender(rank, held)) for rank, held in enumerate(params)),
+        again_and_again(exchange.receiver(1)),
+    ]
+    _, *others = at_once(calls)
+    assert all(map(cut_off, others))
 
 
 def test_names_and_shapes_that_differ_are_all_listed() -> None:
