@@ -18,9 +18,8 @@ SAMPLE = 16
 """`sample` checks one piece in so many, other ones at each version: after so many syncs, every piece."""
 
 CHUNK = 1 << 18  # elements summed at a time; their 64-bit copies are all the memory that a checksum takes
-_SPREAD = 0x9E3779B97F4A7C15 - (
-    1 << 64
-)  # 2**64 over the golden ratio: multiples of it differ in all their bits
+# Of splitmix64, as signed numbers: they spread the places over all 64 bits.
+_SPREAD, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,9 +59,15 @@ def checksum(piece: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
     for start in range(0, len(words), CHUNK):
         chunk = words[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + len(chunk), device=piece.device) * _SPREAD
-        total += ((places ^ (places >> 32)) * chunk).sum()
+        total += (_factors(start, len(chunk), piece.device) * chunk).sum()
     return total
+
+
+def _factors(start: int, count: int, device: torch.device) -> Tensor:
+    """A factor for each place, without relations between them: so no two likely faults cancel out."""
+    places = torch.arange(start + 1, start + 1 + count, device=device) * _SPREAD
+    places = (places ^ (places >> 30)) * _MIX
+    return places ^ (places >> 27)
 
 
 def compare(name: str, tensor: Tensor, signed: Sequence[tuple[Copy, Tensor]]) -> None:

@@ -5,6 +5,8 @@ It joins all trainer ranks; where the engines have devices of their own, their r
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,25 +26,67 @@ class JointGroup:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        # Gloo cuts its connections when nobody holds the backend or any of its transfers: they are held here alone.
+        self._flying: dict[int, dist.Work] = {}
+        self._numbers = itertools.count()
 
-    def send(self, tensor: Tensor, dst: int) -> dist.Work:
-        """Start to send a contiguous tensor to rank `dst`; it stays untouched until the work is done."""
-        return self._open().send([tensor], dst, 0)
+    def send(self, tensor: Tensor, dst: int) -> Flight:
+        """Start to send a contiguous tensor to rank `dst`; it stays untouched until the flight has ended."""
+        return self._start("send", tensor, dst)
 
-    def recv(self, tensor: Tensor, src: int) -> dist.Work:
+    def recv(self, tensor: Tensor, src: int) -> Flight:
         """Start to fill a contiguous tensor from rank `src`."""
-        return self._open().recv([tensor], src, 0)
+        return self._start("recv", tensor, src)
 
     def close(self) -> None:
         """Cut the connections: a peer that waits for this rank fails at once instead of timing out."""
+        self._flying.clear()
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()
 
-    def _open(self) -> Any:
+    def _start(self, what: str, tensor: Tensor, peer: int) -> Flight:
         if self._backend is None:
             raise PeerGone("the connection between trainer and engines was given up; both must join again")
-        return self._backend
+        number = next(self._numbers)
+        reason = ""
+        try:
+            self._flying[number] = getattr(self._backend, what)([tensor], peer, 0)
+        except RuntimeError as error:
+            reason = str(error)
+        if reason:
+            raise PeerGone(_broken_off(peer, reason))
+        return Flight(self, number, peer)
+
+    def _wait(self, number: int, peer: int) -> None:
+        work = self._flying.pop(number, None)
+        reason = "this rank has left" if work is None else ""
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            reason = str(error)
+        work = None  # an exception keeps the variables of the functions that it leaves
+        if reason:
+            raise PeerGone(_broken_off(peer, reason))
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A tensor on its way."""
+
+    group: JointGroup
+    number: int
+    peer: int
+
+    def wait(self) -> None:
+        """Return when it has arrived; PeerGone when it never will."""
+        self.group._wait(self.number, self.peer)
+
+
+def _broken_off(peer: int, reason: str) -> str:
+    first = reason.strip().splitlines()[0]
+    return f"the transfer with rank {peer} of the joint group broke off: {first}"
 
 
 def open_store(host: str) -> dist.TCPStore:

@@ -11,20 +11,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mlm.bridge.assemble import Arrivals
 from grpo_mlm.bridge.buckets import Bucket, pack, schedule
 from grpo_mlm.bridge.checksums import Verify
-from grpo_mlm.bridge.group import JointGroup
+from grpo_mlm.bridge.group import Flight, JointGroup
 from grpo_mlm.bridge.handoff import Outbox
-from grpo_mlm.errors import PeerGone
 
 __all__ = ["Bucket", "arrivals", "schedule", "send"]
 
 IN_FLIGHT = 2  # buckets: one travels while the next is packed or the last unpacked
-Flying = tuple[dist.Work | None, Tensor, Callable[[], None] | None]
+Flying = tuple[Flight | None, Tensor, Callable[[], None] | None]
 """A transfer, None where there is nothing to wait for; its bytes; what is to be done when it has ended."""
 
 
@@ -72,15 +70,15 @@ def send(
 def arrivals(order: Sequence[Bucket], rank: int, device: torch.device, group: JointGroup) -> Arrivals:
     """What destination `rank` gets over the joint group."""
     mine = deque(bucket for bucket in order if bucket.dst == rank)
-    flying: deque[tuple[dist.Work, Tensor, Bucket]] = deque()
+    flying: deque[tuple[Flight, Tensor, Bucket]] = deque()
     try:
         while mine or flying:
             while mine and len(flying) < IN_FLIGHT:
                 bucket = mine.popleft()
                 flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
                 flying.append((group.recv(flat, bucket.src), flat, bucket))
-            work, flat, bucket = flying.popleft()
-            _finish((work, flat, None))
+            flight, flat, bucket = flying.popleft()
+            flight.wait()
             yield bucket, flat
     except BaseException:
         flying.clear()
@@ -115,13 +113,8 @@ def _packed(bucket: Bucket, params: Mapping[str, Tensor], verify: Verify) -> Ten
 
 
 def _finish(flying: Flying) -> None:
-    work, _, then = flying
-    if work is not None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerGone(
-                f"a rank of the trainer's or the engines' broke off the transfer: {error}"
-            ) from error
+    flight, _, then = flying
+    if flight is not None:
+        flight.wait()
     if then is not None:
         then()

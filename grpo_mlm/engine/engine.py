@@ -184,7 +184,11 @@ class MegatronEngine:
     def send_weights(self, version: int) -> int:
         """Send the engines the weights as they are now, while they receive; returns the bytes sent."""
         assert self.sender is not None, "join_bridge comes first"
-        return self.sender.send(self.parameters(), version)
+        try:
+            return self.sender.send(self.parameters(), version)
+        except BaseException:
+            self.sender.leave()  # or the others would wait for this rank
+            raise
 
     def close(self) -> None:
         """Leave the process groups."""

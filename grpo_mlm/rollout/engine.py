@@ -43,6 +43,7 @@ class RolloutEngine:
         self.model_folder = model_folder
         self.weight_version = -1  # the weights of the model's folder
         self._whole = True  # False while weights are given up, or from the start of an update to its commit
+        self._received: int | None = None  # the version that came whole since the weights were last given up
         self._given_up: set[str] = set()  # parts of the memory that was given up
         self._stop_token_ids = end_tokens(model_folder)
         self._numbers = itertools.count()
@@ -124,12 +125,19 @@ class RolloutEngine:
         self._engine.engine_core.shutdown()
 
     def _receive(self, version: int) -> dict[str, int]:
-        self._check_idle("a weight update")
-        self._whole = False
+        try:
+            self._check_idle("a weight update")
+        except RunFailure:
+            self._on_workers("bridge_leave")  # or the trainer would wait for this engine
+            raise
+        self._whole, self._received = False, None
         replies = self._on_workers("bridge_receive", version=version)
+        self._received = version
         return {key: sum(reply[key] for reply in replies) for key in ("bytes", "tensors", "verified")}
 
     def _commit(self, version: int) -> None:
+        if self._received != version:
+            raise RunFailure(f"{self.name}: version {version} of the weights has not arrived")
         # Only now: the cache of keys and values belongs to the weights that just left.
         if not self._engine.reset_prefix_cache():
             raise RunFailure(f"{self.name}: the prefix cache could not be reset after the weight update")
@@ -137,7 +145,7 @@ class RolloutEngine:
 
     def _release(self) -> None:
         self._check_idle("giving memory up")
-        self._whole = False
+        self._whole, self._received = False, None
         self._engine.sleep(level=2)
         self._given_up = {"weights", "kv_cache"}
 

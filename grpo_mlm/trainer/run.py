@@ -106,10 +106,16 @@ class Run:
         return batch
 
     def _check(self, batch: RolloutBatch) -> None:
-        """RunFailure where the step cannot be trained on: too many invalid samples, or longer ones than allowed."""
+        """RunFailure where the step cannot be trained on: samples of other weights than the actor's, longer ones than
+        allowed, too many invalid ones."""
         longest, allowed = int(batch.response_lens.max()), self.config.data.max_response_length
         if longest > allowed:
             raise RunFailure(f"an engine returned {longest} tokens, data.max_response_length is {allowed}")
+        versions = set(batch.weight_version.tolist())
+        if self.weights and versions != {self.weights.version}:
+            raise RunFailure(
+                f"samples of weights {sorted(versions)}, the last sync brought {self.weights.version}"
+            )
         self.console.invalid(batch)
         fraction, limit = 1 - batch.valid.mean(), self.config.reward.max_invalid_fraction
         if fraction > limit:
@@ -172,6 +178,7 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
     console = RunConsole(quiet="console" not in config.trainer.logger)
     console.say(f"run directory {folder}")
     world, device = prepared.world, prepared.device
+    colocated = config.cluster.placement == "colocated"
     timeout = config.cluster.start_timeout_s
     with ExitStack() as stack:
         trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
@@ -189,6 +196,10 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
         if config.trainer.debug.load_rollouts is None:
             loading = start_engines(config, prepared.model_folder, world, slots, folder, device)
             engines = stack.enter_context(loading)
+            if device == "cuda" and colocated:
+                # One after the other: an engine measures how much of its device is free.
+                wait_until_ready(engines, timeout)
+                engines.call("release_memory")
         actor = stack.enter_context(start_actor(config, prepared.model_folder, world, slots, folder))
         if engines:
             wait_until_ready(engines, timeout)
@@ -197,7 +208,7 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
                 engines,
                 str(prepared.model_folder),
                 world,
-                colocated=config.cluster.placement == "colocated",
+                colocated=colocated,
                 te=device == "cuda",
                 nodes=[slot.node for slot in slots],
                 start_timeout_s=timeout,

@@ -197,19 +197,18 @@ def cut_off(outcome: object) -> bool:
 @pytest.mark.parametrize("colocated", [False, True], ids=["joint", "handoff"])
 def test_a_sender_that_breaks_off_fails_all_others_at_once(colocated: bool) -> None:
     """Not by the time-out: the failed rank cuts its connections, and all must join anew."""
-    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 2, 1, colocated)
+    plan = plan_of(DENSE, MegatronParallel(tp=2), 1, 1, 1, colocated)
     exchange = Exchange(plan, colocated)
     whole, broken = sources_of(plan, random_weights(DENSE))
-    broken = {name: tensor for name, tensor in broken.items() if name != "output_layer.weight"}
-    calls = [
-        exchange.sender(0, whole),
-        exchange.sender(1, broken),
-        exchange.receiver(0),
-        exchange.receiver(1),
-    ]
-    other, cause, *receivers = at_once(calls)
+    broken = {
+        name: tensor for name, tensor in broken.items() if name != "decoder.layers.2.mlp.linear_fc2.weight"
+    }
+    other, cause, receiver = at_once(
+        [exchange.sender(0, whole), exchange.sender(1, broken), exchange.receiver(0)]
+    )
     assert isinstance(cause, KeyError)
-    assert all(map(cut_off, (other, *receivers)))
+    assert cut_off(receiver)
+    assert cut_off(other) or not colocated  # it may have sent all that it owed
     with pytest.raises(PeerGone):
         exchange.receiver(0)()
 

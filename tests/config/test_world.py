@@ -38,7 +38,7 @@ def refusal(config: Config, per_node: int | None) -> str:
         # CPU: as many devices as the layout asks for
         ([], None, (1, 1, 1)),
         ([TP(2), PP(2), ROLLOUT_TP(2)], None, (1, 1, 4)),
-        ([DP(2), ENGINES(3)], None, (2, 3, 3)),
+        ([DP(3), ENGINES(2)], None, (3, 2, 3)),
         ([TP(2), DP(2), ENGINES(2), APART], None, (2, 2, 6)),
         # a node of 8: what is null is every device left over
         ([TP(2)], 8, (4, 8, 8)),
@@ -90,6 +90,7 @@ def test_a_replay_asks_for_no_engine(load: Load) -> None:
             8,
             ["engine 0", "nodes"],
         ),
+        ([DP(2), ENGINES(3)], 8, ["3 engines x TP1 = 3 rollout ranks", "2 trainer ranks", "disaggregated"]),
         (
             ["data.train_batch_size=1", "rollout.n=4"],
             8,

@@ -11,6 +11,10 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,6 +31,8 @@ from grpo_mlm.layouts.model import read_model_spec
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -47,7 +53,7 @@ def make_model(folder: Path, family: str, **fields: Any) -> PreTrainedModel:
     """Random weights from a fixed seed, wide enough that every part of a layer shows in the log-probs."""
     config_class, model_class = CLASSES[family]
     shape = SHAPE | fields
-    if family == "qwen2":
+    if family in ("phi3", "qwen2"):
         del shape["head_dim"]
     model = model_class(config_class(**shape)).float().eval()
     make = torch.Generator().manual_seed(7)

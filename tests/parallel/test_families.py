@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 with its biases": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama, norm epsilon 1e-2 (CNV-07)": ("llama", {"rms_norm_eps": 1e-2}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "phi3 with its fused tensors": ("phi3", {"pad_token_id": None}),
     "llama with attention biases": ("llama", {"attention_bias": True}),
     "rope linear (CNV-06)": (
         "llama",

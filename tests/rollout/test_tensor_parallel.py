@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_mlm.bridge.sync_plan import SyncShape
 from grpo_mlm.config.world import World
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.rollout.request import Request, Sampling
@@ -43,16 +42,18 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Tied and untied; TP 2 on both sides. The last test of each ends the engine."""
+    """Tied over the joint group, untied by handoff; TP 2 on both sides. The last test of each ends the engine."""
     first, other = (request.getfixturevalue(request.param + suffix) for suffix in ("", "_moved"))
     engine = EngineHost(make_config(first, rollout={"tensor_model_parallel_size": 2}), first, WORLD)
-    trainer = TrainerProcesses(SyncShape(str(first), 2, 1, 1, False, 2, 1), engine)
     try:
         engine.call(ready)
-        trainer.join()
-        yield Pair(engine, trainer, first, other)
+        trainer = TrainerProcesses(first, 2, engine, colocated=request.param == "llama")
+        try:
+            trainer.join()
+            yield Pair(engine, trainer, first, other)
+        finally:
+            trainer.stop()
     finally:
-        trainer.stop()
         engine.stop()
 
 
@@ -84,7 +85,8 @@ def test_each_engine_rank_gets_its_own_slices(pair: Pair) -> None:
                 weights[name], tensor, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
     check_samples(pair.engine, pair.other, 1)
-    assert pair.trainer.sync(pair.first, version=2) == reply
+    again = pair.trainer.sync(pair.first, version=2)
+    assert (again["tensors"], again["bytes"]) == (reply["tensors"], reply["bytes"])
     check_samples(pair.engine, pair.first, 2)
 
 
@@ -94,7 +96,7 @@ def test_a_trainer_rank_that_is_killed_stops_sampling_until_a_whole_sync(pair: P
     with pytest.raises(RunFailure, match="bridge_receive failed"):
         pair.trainer.sync_while_the_last_rank_is_killed(pair.other, version=7)
     assert pair.engine.call(version) == before
-    with pytest.raises(RunFailure, match="broke off; sync again"):
+    with pytest.raises(RunFailure, match="sync before sampling"):
         check_samples(pair.engine, pair.other, 7)
     pair.trainer.join()
     pair.trainer.sync(pair.other, version=8)

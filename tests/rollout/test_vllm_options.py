@@ -51,6 +51,18 @@ def test_every_rollout_option_reaches_the_engine(option: str, on_cpu: bool, qwen
 
 
 @pytest.mark.parametrize(
+    ("placement", "on_cpu", "expected"),
+    [("colocated", False, True), ("disaggregated", False, False), ("colocated", True, None)],
+)
+def test_an_engine_can_give_its_memory_up_where_it_shares_a_gpu(
+    placement: str, on_cpu: bool, expected: bool | None, qwen3: Path
+) -> None:
+    """vLLM refuses the argument on a CPU, where the same calls do nothing."""
+    config = make_config(qwen3, cluster={"placement": placement})
+    assert engine_arguments(config, qwen3, on_cpu).get("enable_sleep_mode") is expected
+
+
+@pytest.mark.parametrize(
     ("option", "value", "argument", "expected"),
     [
         ("data.max_prompt_length", 30, "max_model_len", 78),

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_mlm.bridge.sync_plan import SyncShape
+from grpo_mlm.bridge.sync_plan import same_on_all
 from grpo_mlm.config.world import World
 from grpo_mlm.errors import RunFailure
+from grpo_mlm.layouts.boxes import Layout, volume
 from grpo_mlm.layouts.model import read_model_spec
+from grpo_mlm.layouts.packed import pack_layout, unpack_layout
 from grpo_mlm.layouts.vllm import vllm_layout
 from grpo_mlm.rollout.request import Completion, Request, Sampling
 from tests.rollout.host import EngineHost, ready, version
 from tests.rollout.models import PROMPTS, encode, make_config
-from tests.rollout.trainer import Trainer, receive
+from tests.rollout.trainer import Trainer, commit, join_trainer, receive, record, release, retake
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +36,10 @@ def engine(qwen3: Path) -> Iterator[EngineHost]:
     host.stop()
 
 
-@pytest.fixture(scope="module")
-def trainer(engine: EngineHost, qwen3: Path) -> Trainer:
+@pytest.fixture(scope="module", params=[False, True], ids=["disaggregated", "colocated"])
+def trainer(engine: EngineHost, qwen3: Path, request: pytest.FixtureRequest) -> Trainer:
     engine.call(ready)
-    trainer = Trainer(WORLD, qwen3, engine)
+    trainer = Trainer(WORLD, qwen3, engine, colocated=request.param)
     trainer.join()
     return trainer
 
@@ -80,6 +82,7 @@ def test_a_synced_engine_equals_a_fresh_one(
 
     ROL-05: so do the samples of two engines that share weights and seeds.
     """
+    trainer.sync(qwen3, version=0)
     at_first = samples(engine, qwen3)
     reply = trainer.sync(qwen3_moved, version=1)
     moved = samples(engine, qwen3)
@@ -88,9 +91,11 @@ def test_a_synced_engine_equals_a_fresh_one(
     trainer.sync(qwen3, version=2)
     back = samples(engine, qwen3)
     assert all(same(back, at_first))
-    assert [versions(drawn) for drawn in (at_first, moved, back)] == [{-1}, {1}, {2}]
-    shapes = vllm_layout(read_model_spec(qwen3), 1, 0).shapes
-    assert reply == {"tensors": len(shapes), "bytes": 4 * sum(map(int, map(np.prod, shapes.values())))}
+    assert [versions(drawn) for drawn in (at_first, moved, back)] == [{0}, {1}, {2}]
+    layout = vllm_layout(read_model_spec(qwen3), 1, 0)
+    size = 4 * sum(volume(piece.box) for piece in layout.pieces)
+    assert (reply["tensors"], reply["bytes"]) == (len(layout.shapes), size)
+    assert 0 < reply["verified"] < len(layout.pieces)
 
 
 def test_an_update_that_breaks_off_stops_sampling_until_a_whole_one_arrives(
@@ -105,8 +110,10 @@ def test_an_update_that_breaks_off_stops_sampling_until_a_whole_one_arrives(
     assert isinstance(outcomes[-1], RunFailure)
     assert engine.call(version) == before
     request = Request(0, 0, encode(qwen3, "1+2="), 1)
-    with pytest.raises(RunFailure, match="broke off; sync again"):
+    with pytest.raises(RunFailure, match="sync before sampling"):
         engine.generate([request], Sampling(1.0, 4))
+    with pytest.raises(RunFailure, match="has not arrived"):
+        engine.call(commit, 7)
     with pytest.raises(RunFailure, match="join again"):
         engine.call(receive, 8)
     trainer.join()
@@ -136,31 +143,111 @@ def test_an_update_while_samples_are_drawn_is_refused(
     assert versions(engine.generate(requests, Sampling(1.0, 4))) == {before}
 
 
-def _join_as(engine: Any, folder: Path) -> None:
-    ours, engine.shape = engine.shape, replace(engine.shape, model_folder=str(folder))
-    try:
-        engine.join("127.0.0.1", 1, 1, 2)
-    finally:
-        engine.shape = ours
+def test_weights_that_are_not_committed_are_not_sampled(
+    trainer: Trainer, engine: EngineHost, qwen3: Path, qwen3_moved: Path, fresh_samples: list[Completion]
+) -> None:
+    """Another engine may have failed: this one has the new weights, and neither the old nor the new number."""
+    trainer.join()
+    before = engine.call(version)
+    trainer.sync_without_commit(qwen3_moved, 11)
+    with pytest.raises(RunFailure, match="sync before sampling"):
+        samples(engine, qwen3)
+    assert engine.call(version) == before
+    engine.call(commit, 11)
+    assert all(same(samples(engine, qwen3), fresh_samples))
+
+
+def test_an_engine_that_gave_its_memory_up_samples_nothing_before_a_sync(
+    trainer: Trainer, engine: EngineHost, qwen3: Path, qwen3_moved: Path, fresh_samples: list[Completion]
+) -> None:
+    """WSY-02: its weights are gone, whatever version it had; nor does the memory alone bring them back."""
+    engine.call(release)
+    with pytest.raises(RunFailure, match="sync before sampling"):
+        samples(engine, qwen3)
+    for part in ("weights", "kv_cache"):
+        engine.call(retake, part)
+    with pytest.raises(RunFailure, match="sync before sampling"):
+        samples(engine, qwen3)
+    with pytest.raises(RunFailure, match="has not arrived"):
+        engine.call(commit, 11)
+    for number in (12, 13):  # given up and taken back around each sync, as a run does
+        engine.call(release)
+        engine.call(retake, "weights")
+        trainer.sync(qwen3_moved, number)
+        engine.call(retake, "kv_cache")
+    assert all(same(samples(engine, qwen3), fresh_samples))
+
+
+@pytest.fixture
+def recorded(engine: EngineHost) -> dict[str, Any]:
+    [rank] = engine.call(record)
+    return rank
+
+
+def _change(recorded: dict[str, Any], rename: dict[str, str]) -> dict[str, Any]:
+    """A recorded layout with other names of local tensors; "" drops one."""
+    layout = unpack_layout(recorded["layout"])
+    keep = [name for name in layout.shapes if rename.get(name) != ""]
+    new = {name: rename.get(name, name) for name in keep}
+    changed = Layout(
+        {new[name]: layout.shapes[name] for name in keep},
+        tuple(replace(piece, local=new[piece.local]) for piece in layout.pieces if piece.local in new),
+        tuple((new[name], box) for name, box in layout.fills if name in new),
+    )
+    dtypes = {new[name]: recorded["dtypes"][name] for name in keep}
+    return {"layout": pack_layout(changed), "dtypes": dtypes}
 
 
 def test_weights_that_are_not_the_engines_are_refused_by_name(
-    trainer: Trainer, engine: EngineHost, qwen3: Path, llama: Path
+    trainer: Trainer, engine: EngineHost, qwen3: Path, recorded: dict[str, Any]
 ) -> None:
-    """WSY-09: a plan for another model: what is missing and what is too much, before any byte moves."""
+    """WSY-09: one renamed, one missing (and so one that the trainer has too much), before any byte moves."""
+    norm, q_norm = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight"
+    renamed = replace(trainer.shape, recorded=[_change(recorded, {norm: "model.old_norm.weight"})])
     with pytest.raises(RunFailure) as error:
-        engine.call(_join_as, llama)
-    text = str(error.value)
-    assert "model.layers.0.self_attn.q_norm.weight: in the engine, not in the plan" in text
-    assert "lm_head.weight: in the plan, not in the engine" in text
-    assert "down_proj" not in text
+        engine.call(join_trainer, "127.0.0.1", 1, ["nobody"], renamed)
+    assert f"{norm}: in the engine, not in the plan" in str(error.value)
+    assert "model.old_norm.weight: in the plan, not in the engine" in str(error.value)
+    assert "down_proj" not in str(error.value)
+    missing = replace(trainer.shape, recorded=[_change(recorded, {q_norm: ""})])
+    with pytest.raises(RunFailure) as error:
+        missing.plan  # noqa: B018 - made when asked for
+    assert q_norm in str(error.value)
+    assert "taken by no destination" in str(error.value)
     trainer.join()
 
 
-def test_two_sides_that_plan_differently_are_told(qwen3: Path) -> None:
-    """Digests differ as soon as one side believes in other sizes."""
-    shape = SyncShape(str(qwen3), 2, 2, 1, False, 1, 1)
-    digests = {
-        replace(shape, **size).plan().digest for size in ({}, {"tp": 1}, {"pp": 1}, {"num_engines": 2})
-    }
-    assert len(digests) == 4
+def test_a_model_that_is_not_the_engines_is_refused_by_name(engine: EngineHost, llama: Path) -> None:
+    """The engine's loaders are asked for another model's tensors."""
+    with pytest.raises(RunFailure, match=r"lm_head\.weight"):
+        engine.call(_record_as, llama)
+
+
+def _record_as(engine: Any, folder: Path) -> None:
+    ours, engine.model_folder = engine.model_folder, folder
+    try:
+        engine.record()
+    finally:
+        engine.model_folder = ours
+
+
+def test_two_sides_that_plan_differently_are_told(trainer: Trainer) -> None:
+    """Digests differ as soon as one side believes in other sizes, precisions or placements."""
+    shape = trainer.shape
+    other = {**shape.recorded[0], "dtypes": dict.fromkeys(shape.recorded[0]["dtypes"], "bfloat16")}
+    changes = (
+        {},
+        {"tp": 1},
+        {"pp": 1},
+        {"num_engines": 2},
+        {"recorded": [other]},
+        {"colocated": not shape.colocated},
+    )
+    assert len({replace(shape, **change).digest for change in changes}) == len(changes)
+
+
+def test_engines_that_hold_different_weights_are_told(recorded: dict[str, Any]) -> None:
+    other = _change(recorded, {"model.norm.weight": "model.old_norm.weight"})
+    assert same_on_all([[recorded], [recorded]]) == [recorded]
+    with pytest.raises(RunFailure, match="rank 0 of engine 1"):
+        same_on_all([[recorded], [other]])
