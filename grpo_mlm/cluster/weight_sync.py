@@ -35,6 +35,8 @@ class WeightSync:
     ) -> None:
         """`te`: the trainer's layers are Transformer Engine's. `nodes`: of every device, if there are several."""
         self.actor, self.engines, self.start_timeout_s = actor, engines, start_timeout_s
+        if colocated:
+            engines.call("retake_memory", "weights")  # loaders read what the model holds
         recorded = same_on_all(engines.call("record"))
         self.shape = SyncShape(
             model_folder, world.tp, world.pp, world.dp, te, world.num_engines, recorded, colocated, nodes
