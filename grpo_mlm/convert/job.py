@@ -79,17 +79,19 @@ def convert(src: Path, dst: Path, output: Format, options: Options, progress: Pr
     """
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
         raise UserError(f"{dst} is already there and not empty; remove it or choose another output folder")
+    if src.resolve() in dst.resolve().parents:
+        raise UserError(f"{dst} lies inside of the source {src}; choose an output folder elsewhere")
     work = _prepare(src, output, options, progress)
     partial = dst.with_name(dst.name + ".partial")
     dst.parent.mkdir(parents=True, exist_ok=True)
     with Journal(partial, work.job.fingerprint, options.restart) as journal:
         try:
             _write_weights(work, dst, journal, progress)
+            changes = _write_the_rest(work, partial, journal)
+            publish(partial, dst)
         except (KeyboardInterrupt, SystemExit) as end:
             progress.say(f"interrupted; the same command goes on from what is in {partial}")
             raise KeyboardInterrupt from end
-        changes = _write_the_rest(work, partial, journal)
-        publish(partial, dst)
         journal.remove()
     return _report(work, dst, journal, changes, progress)
 

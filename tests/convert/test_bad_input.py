@@ -131,6 +131,13 @@ def test_an_output_folder_that_is_not_empty(source: Path, tmp_path: Path) -> Non
     assert_same_weights(out, source)
 
 
+def test_an_output_folder_inside_of_the_source(source: Path) -> None:
+    before = sorted(source.iterdir())
+    with pytest.raises(UserError, match="lies inside of the source"):
+        export_checkpoint(source, source / "deeper" / "out", PLAIN, Silent())
+    assert sorted(source.iterdir()) == before
+
+
 def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     refused(OutOfResources, source, r"\d\d\d,\d\d\d bytes are needed, its disk has 1,000 left")
