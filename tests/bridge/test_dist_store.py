@@ -251,8 +251,11 @@ def test_another_model(written: tuple[Path, Tensors]) -> None:
         DistStore(written[0], moe_spec())
 
 
-def test_integers_are_no_weights(tmp_path: Path) -> None:
-    weights = {name: t.to(torch.int32) for name, t in random_weights(QWEN2).items()}
-    write_checkpoint(tmp_path / "whole", QWEN2, weights)
+def test_integers_are_no_weights(written: tuple[Path, Tensors], tmp_path: Path) -> None:
+    """A checkpoint as others may write it: one item holds integers and the index says so."""
+    folder = shutil.copytree(written[0], tmp_path / "whole")
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.state_dict_metadata["embedding.word_embeddings.weight"].properties.dtype = torch.int32
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=r"embedding.word_embeddings.weight is stored as torch.int32"):
-        DistStore(tmp_path / "whole", QWEN2)
+        DistStore(folder, QWEN2)
