@@ -20,7 +20,7 @@ from grpo_mlm.bridge.safetensors_stream import Plain, SafetensorsWriter
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.layouts.boxes import Layout, slices
 from grpo_mlm.layouts.hf import hf_layout
-from grpo_mlm.layouts.model import ModelSpec
+from grpo_mlm.layouts.model import ModelSpec, float32_tensors
 from grpo_mlm.layouts.planner import Copy, make_plan
 
 MAX_FILE_BYTES = 5 << 30
@@ -40,8 +40,9 @@ def export_hf(
     """Write the model that all ranks of `group` hold together as the folder `out`. Every rank calls it.
 
     `layouts[r]` is rank r's layout, `params` this rank's tensors by local name, all of one dtype, which the
-    files keep. The tensors are those of `model_folder`, its other files are copied byte for byte. The folder
-    is written aside and renamed; RunFailure if it is already there. Rank 0 holds one tensor in memory at a time.
+    files keep; but for those that the family holds in float32. The tensors are those of `model_folder`, its other
+    files are copied byte for byte. The folder is written aside and renamed; RunFailure if it is already there. Rank 0
+    holds one tensor in memory at a time.
     """
     _refuse_existing(out, rank, len(layouts), group)
     target = hf_layout(spec, tensor_files(model_folder).keys())
@@ -88,34 +89,40 @@ def _write(
     aside = out.with_name(out.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    dtype = next(iter(params.values())).dtype
-    tensors = {n: Plain(dtype, file_shape(spec, n, shape)) for n, shape in target.shapes.items()}
+    tensors = {n: Plain(_dtype(spec, n, params), file_shape(spec, n, s)) for n, s in target.shapes.items()}
     files = pack_files(tensors, max_file_bytes)
     for file, inside in files.items():
         with NewFile(aside / file) as stream:
             writer = SafetensorsWriter(stream, inside)
             for name in inside:
-                writer.write(_receive(target.shapes[name], by_tensor[name], params, group))
+                tensor = torch.empty(target.shapes[name], dtype=tensors[name].dtype)
+                _receive(tensor, by_tensor[name], params, group)
+                writer.write(tensor)
             writer.close()
     write_index(aside, files)
     copy_files(side_files(model_folder), aside)
     publish(aside, out)
 
 
+def _dtype(spec: ModelSpec, name: str, params: Mapping[str, torch.Tensor]) -> torch.dtype:
+    if name in float32_tensors(spec):
+        return torch.float32
+    return next(tensor.dtype for tensor in params.values() if tensor.dim() > 1)
+
+
 def _receive(
-    shape: tuple[int, ...],
+    tensor: torch.Tensor,
     copies: list[Copy],
     params: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """One whole canonical tensor on the host."""
-    like = next(iter(params.values()))
-    tensor = torch.empty(shape, dtype=like.dtype)
+) -> None:
+    """Fill one whole canonical tensor on the host."""
+    device = next(iter(params.values())).device
     for copy in copies:
         if copy.src == 0:
             piece = params[copy.src_local][slices(copy.src_box)]
         else:
-            piece = like.new_empty([stop - start for start, stop in copy.box])
+            extents = [stop - start for start, stop in copy.box]
+            piece = torch.empty(extents, dtype=tensor.dtype, device=device)
             dist.recv(piece, group=group, group_src=copy.src)
         tensor[slices(copy.dst_box)].copy_(piece)
-    return tensor

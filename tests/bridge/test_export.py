@@ -36,6 +36,11 @@ def make_model(folder: Path, tied: bool) -> None:
         tie_word_embeddings=tied,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    add_other_files(folder)
+
+
+def add_other_files(folder: Path) -> None:
+    """What lies beside the weights, and weights in another format."""
     (folder / "tokenizer.json").write_text('{"odd  spacing":1}')
     (folder / "chat_template.jinja").write_bytes(b"{{ x }}\r\n")
     (folder / "pytorch_model.bin").write_bytes(b"old weights")
@@ -117,6 +122,40 @@ def test_a_tied_head_in_the_source_is_in_the_export(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors")
     round_trip(0, (1, 1, 1), source, out, 1 << 30)
+    assert_same_model(out, source)
+
+
+def test_a_bias_that_stays_float32_does_so_beside_bfloat16(tmp_path: Path) -> None:
+    """dots.llm1: one file holds both precisions."""
+    from transformers import AutoModelForCausalLM, Dots1Config
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 40}
+    experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    model = AutoModelForCausalLM.from_config(Dots1Config(**sizes, **heads, **experts))
+    model.save_pretrained(source)
+    add_other_files(source)
+    file = source / "model.safetensors"
+    tensors = {
+        name: torch.randn_like(t, dtype=torch.float32) if name.endswith("bias") else t.bfloat16()
+        for name, t in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert any(name.endswith("e_score_correction_bias") for name in tensors)
+    spec = read_model_spec(source)
+    (layout,) = megatron_layouts(spec, MegatronParallel(), 1)
+    params = {
+        name: torch.empty(shape, dtype=torch.float32 if name.endswith("expert_bias") else torch.bfloat16)
+        for name, shape in layout.shapes.items()
+    }
+    load_layout(source, layout, params)
+    export_hf(out, source, spec, [layout], 0, params)
     assert_same_model(out, source)
 
 
