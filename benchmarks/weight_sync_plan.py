@@ -9,8 +9,8 @@ from benchmarks.models import find_model
 from benchmarks.result import Result
 from benchmarks.sizes import parse_sizes
 from grpo_mlm.layouts.megatron import TE, MegatronParallel, megatron_layouts
-from grpo_mlm.layouts.plan_report import report, summary
 from grpo_mlm.layouts.planner import make_plan
+from grpo_mlm.layouts.planner.report import report, summary
 from grpo_mlm.layouts.vllm import vllm_layout
 
 ITEMSIZE = 2  # bfloat16

@@ -10,8 +10,8 @@ from grpo_mlm.convert.open import Weights
 from grpo_mlm.convert.options import TORCH_DTYPES, Dtype
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Layout
-from grpo_mlm.layouts.copies import Copy
 from grpo_mlm.layouts.model import float32_tensors
+from grpo_mlm.layouts.planner.copies import Copy
 
 
 def target_dtypes(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mlm.bridge.store import TensorStore
 from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices, volume
-from grpo_mlm.layouts.copies import Copy
+from grpo_mlm.layouts.planner.copies import Copy
 
 Rows = tuple[int, int]
 

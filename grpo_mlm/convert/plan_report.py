@@ -20,11 +20,11 @@ from grpo_mlm.convert.target import DistTarget, Format, HFTarget
 from grpo_mlm.convert.wanted import wanted_layout
 from grpo_mlm.convert.workers import BLOCKS_IN_FLIGHT
 from grpo_mlm.layouts.boxes import Layout, volume
-from grpo_mlm.layouts.copies import Copy
 from grpo_mlm.layouts.hf import hf_layout
 from grpo_mlm.layouts.megatron_dist import DistLayout, dist_layout
 from grpo_mlm.layouts.model import canonical_tensors
 from grpo_mlm.layouts.planner import make_plan
+from grpo_mlm.layouts.planner.copies import Copy
 from grpo_mlm.layouts.weights import full
 
 BASE_MEMORY = 300 * 10**6

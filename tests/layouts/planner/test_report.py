@@ -7,8 +7,8 @@ import json
 import pytest
 
 from grpo_mlm.layouts.boxes import Layout, Piece
-from grpo_mlm.layouts.plan_report import report, size, summary, tensor_traffic
 from grpo_mlm.layouts.planner import Plan, make_plan
+from grpo_mlm.layouts.planner.report import report, size, summary, tensor_traffic
 
 HALVES = [
     Layout({"mine": (2, 6)}, (Piece("w", ((start, start + 2), (0, 6)), "mine", (0, 0)),)) for start in (0, 2)

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_mlm.errors import RunFailure
-from grpo_mlm.layouts.assignment import Demand, choose_sources
 from grpo_mlm.layouts.boxes import Layout
 from grpo_mlm.layouts.collector import without_collector
-from grpo_mlm.layouts.copies import Copy, buckets
 from grpo_mlm.layouts.coverage import table_faults
-from grpo_mlm.layouts.geometry import Side, Units, per_piece, side, units
-from grpo_mlm.layouts.nearness import Nearness
-from grpo_mlm.layouts.overlap import Parts, join
 from grpo_mlm.layouts.piece_table import Numbers, volumes
-from grpo_mlm.layouts.plan import Delivery, Plan
-
-__all__ = ["Copy", "Plan", "PlanError", "buckets", "make_plan"]
+from grpo_mlm.layouts.planner.assignment import Demand, choose_sources
+from grpo_mlm.layouts.planner.geometry import Side, Units, per_piece, side, units
+from grpo_mlm.layouts.planner.nearness import Nearness
+from grpo_mlm.layouts.planner.overlap import Parts, join
+from grpo_mlm.layouts.planner.plan import Delivery, Plan
 
 UNITS_PER_SHARE = 32
 """What several sources hold is cut into units of at most this fraction of one source's fair share."""

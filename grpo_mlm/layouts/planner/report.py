@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from grpo_mlm.layouts.boxes import volume
-from grpo_mlm.layouts.geometry import Side
 from grpo_mlm.layouts.piece_table import volumes
-from grpo_mlm.layouts.plan import Plan
+from grpo_mlm.layouts.planner.geometry import Side
+from grpo_mlm.layouts.planner.plan import Plan
 
 
 @dataclass(frozen=True)

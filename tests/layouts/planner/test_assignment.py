@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from grpo_mlm.errors import RunFailure
-from grpo_mlm.layouts.assignment import share_out, water_fill
 from grpo_mlm.layouts.boxes import Layout, Piece, slices
 from grpo_mlm.layouts.megatron import MegatronParallel, megatron_layouts
 from grpo_mlm.layouts.model import ModelSpec, Rope
 from grpo_mlm.layouts.planner import Plan, make_plan
+from grpo_mlm.layouts.planner.assignment import share_out, water_fill
 from grpo_mlm.layouts.vllm import vllm_layout
 
 # Every size divides by four, so that no cut is uneven by itself; 512 tokens fill the padded vocabulary.

@@ -9,12 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from grpo_mlm.layouts.assignment import Ranks
 from grpo_mlm.layouts.boxes import Layout
-from grpo_mlm.layouts.copies import Copy, copy_between
-from grpo_mlm.layouts.geometry import Side, Units
-from grpo_mlm.layouts.nearness import Nearness
 from grpo_mlm.layouts.piece_table import Ints, PieceTable, as_box, volumes
+from grpo_mlm.layouts.planner.assignment import Ranks
+from grpo_mlm.layouts.planner.copies import Copy, copy_between
+from grpo_mlm.layouts.planner.geometry import Side, Units
+from grpo_mlm.layouts.planner.nearness import Nearness
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from grpo_mlm.layouts.boxes import Layout
-from grpo_mlm.layouts.overlap import BoxSet, Parts, distinct, expand
 from grpo_mlm.layouts.piece_table import Bools, Ints, Numbers, PieceTable, tabulate, volumes
+from grpo_mlm.layouts.planner.overlap import BoxSet, Parts, distinct, expand
 
 
 @dataclass(frozen=True)

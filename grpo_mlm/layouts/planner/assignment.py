@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_mlm.layouts.nearness import Nearness
 from grpo_mlm.layouts.piece_table import Ints
+from grpo_mlm.layouts.planner.nearness import Nearness
 
 SWEEPS = 50
 """At most so many rounds of weighing the candidate sets against each other; two or three do as a rule."""
