@@ -65,6 +65,22 @@ def convert(
     measure(model, runs, workers, folder).show(json)
 
 
+@app.command("fused_loss")
+def fused_loss(
+    rows: Annotated[int, typer.Option(min=8, help="response tokens, a multiple of 8")] = 1024,
+    hidden: Annotated[int, typer.Option(min=1, help="size of a hidden state")] = 512,
+    vocab: Annotated[int, typer.Option(min=2, help="rows of the output matrix")] = 151936,
+    runs: Runs = 5,
+    roofline: Annotated[bool, typer.Option("--roofline", help="the arithmetic for GPUs instead")] = False,
+    json: Json = False,
+) -> None:
+    """Hidden states to loss and gradients on one thread: one pass over the logits, against autograd and others."""
+    from benchmarks.fused_loss import measure
+    from benchmarks.roofline import roofline as for_gpus
+
+    (for_gpus() if roofline else measure(rows, hidden, vocab, runs)).show(json)
+
+
 def main() -> None:
     try:
         sys.exit(app(standalone_mode=False) or 0)

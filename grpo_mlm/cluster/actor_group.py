@@ -9,6 +9,8 @@ import numpy as np
 import ray
 
 from grpo_mlm.algorithms.aggregate import token_weights
+from grpo_mlm.algorithms.covariance import select_tokens
+from grpo_mlm.algorithms.grpo_loss import flat_without_advantage
 from grpo_mlm.cluster.process import Process, ProcessGroup
 from grpo_mlm.config.schema import ActorConfig
 from grpo_mlm.data.batch import RolloutBatch
@@ -31,9 +33,9 @@ class ActorGroup(ProcessGroup):
         return _scatter(batch, replies, "logprobs"), _scatter(batch, replies, "entropy")
 
     def update(
-        self, batch: RolloutBatch, mini: np.ndarray, trained: np.ndarray
+        self, batch: RolloutBatch, mini: np.ndarray, trained: np.ndarray, rng: np.random.Generator
     ) -> tuple[dict[str, float], np.ndarray]:
-        """One optimizer step on the `trained` samples of the mini-batch.
+        """One optimizer step on the `trained` samples of the mini-batch; `rng` draws what a loss leaves to chance.
 
         Returns the metrics over the whole step, and the log-probs of the training forward `[R]` (NaN elsewhere).
         The denominators of the loss are those of this step, over every rank and micro-batch. Samples that can
@@ -45,10 +47,17 @@ class ActorGroup(ProcessGroup):
         chosen &= trained
         cfg = self.config
         weights = token_weights(batch.response_lens, chosen, cfg.loss_agg_mode, cfg.loss_scale_factor)
-        if not (cfg.use_kl_loss or cfg.entropy_coeff):
+        if batch.response_mask is not None:
+            weights *= batch.response_mask  # rejected tokens stay in the denominators
+        selected = None
+        if cfg.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
+            assert batch.old_logprobs is not None
+            assert batch.advantages is not None
+            selected = select_tokens(batch.old_logprobs, batch.advantages, weights > 0, cfg.policy_loss, rng)
+        if flat_without_advantage(cfg):
             chosen &= _has_advantage(batch)
         schedule = pack(batch.seq_lens, np.flatnonzero(chosen), self.dp, cfg.max_tokens_per_gpu)
-        replies = self.call("update", ray.put(batch), schedule, weights.astype(np.float32))
+        replies = self.call("update", ray.put(batch), schedule, weights.astype(np.float32), selected)
         return reduce_metrics([reply["metrics"] for reply in replies]), _scatter(batch, replies, "logprobs")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from grpo_mlm.config.check_algorithm import ALGORITHM_RULES
 from grpo_mlm.config.explain import raise_problems
+from grpo_mlm.config.names import is_function
 from grpo_mlm.config.schema import Config
 from grpo_mlm.config.suggest import did_you_mean
 from grpo_mlm.config.world import idle_replicas
@@ -13,7 +15,6 @@ from grpo_mlm.layouts.spec import ModelSpec
 
 BUILTIN_REWARDS = ("exact_match", "math", "reasoning_gym")
 VLLM_VOCAB_MULTIPLE = 64
-_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 
 
 def check_config(config: Config) -> None:
@@ -23,59 +24,8 @@ def check_config(config: Config) -> None:
 
 def broken_rules(config: Config) -> list[str]:
     """One sentence for every broken rule."""
-    rules = (_groups, _kl, _aggregation, _sampler, _validation, _lengths, _batches, _rewards, _prompts, _run)
+    rules = (*ALGORITHM_RULES, _sampler, _validation, _lengths, _batches, _rewards, _prompts, _run)
     return [problem for rule in rules for problem in rule(config)]
-
-
-def _groups(c: Config) -> Iterator[str]:
-    if c.rollout.n == 1:
-        yield (
-            f"rollout.n=1 with algorithm.adv_estimator={c.algorithm.adv_estimator}: an advantage compares the samples "
-            "of one prompt, and a group of one always gets 0; set rollout.n to 2 or more"
-        )
-
-
-def _kl(c: Config) -> Iterator[str]:
-    loss, reward = c.actor.use_kl_loss, c.algorithm.use_kl_in_reward
-    forms = (
-        ("actor.use_kl_loss", loss, "actor.kl_loss_coef", c.actor.kl_loss_coef),
-        ("algorithm.use_kl_in_reward", reward, "algorithm.kl_ctrl.kl_coef", c.algorithm.kl_ctrl.kl_coef),
-    )
-    for switch, on, key, coefficient in forms:
-        if coefficient and not on:
-            yield f"{key}={coefficient} has no effect with {switch}=false; set {switch}=true, or drop {key}"
-        if on and not coefficient:
-            yield f"{switch}=true with {key}=0 loads a reference that changes nothing; set {key}, or {switch}=false"
-    if loss and reward:
-        yield (
-            "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true charge the same KL twice; "
-            "set one of them to false"
-        )
-    if loss and c.actor.kl_loss_type in ("k1", "kl"):
-        yield (
-            f"actor.kl_loss_type={c.actor.kl_loss_type} in the loss: its gradient ignores the reference; "
-            f"use {c.actor.kl_loss_type}+ (the same value with k2's gradient) or k3"
-        )
-    if reward and c.algorithm.kl_penalty.endswith("+"):
-        plain = c.algorithm.kl_penalty.removesuffix("+")
-        yield (
-            f"algorithm.kl_penalty={c.algorithm.kl_penalty}: the + changes only a gradient, and a reward has none; "
-            f"use {plain}"
-        )
-
-
-def _aggregation(c: Config) -> Iterator[str]:
-    mode, constant = c.actor.loss_agg_mode, c.actor.loss_scale_factor
-    if mode == "seq-mean-token-sum-norm" and constant is None:
-        yield (
-            f"actor.loss_agg_mode={mode} needs actor.loss_scale_factor, the constant that it divides by "
-            f"(Dr.GRPO: data.max_response_length, here {c.data.max_response_length})"
-        )
-    if mode != "seq-mean-token-sum-norm" and constant is not None:
-        yield (
-            f"actor.loss_scale_factor={constant} has no effect with actor.loss_agg_mode={mode}; "
-            "drop it, or use seq-mean-token-sum-norm"
-        )
 
 
 def _sampler(c: Config) -> Iterator[str]:
@@ -142,7 +92,7 @@ def _rewards(c: Config) -> Iterator[str]:
     functions = c.reward.functions
     for i, function in enumerate(functions):
         name = function.name
-        if name not in BUILTIN_REWARDS and not _FUNCTION.fullmatch(name):
+        if name not in BUILTIN_REWARDS and not is_function(name):
             yield (
                 f"reward.functions.{i}.name={name!r}: expected {', '.join(BUILTIN_REWARDS)}, module:function "
                 "or path/to/file.py:function" + did_you_mean(name, BUILTIN_REWARDS)
@@ -167,7 +117,7 @@ def _prompts(c: Config) -> Iterator[str]:
 def _run(c: Config) -> Iterator[str]:
     if not re.fullmatch(r"\w[\w.-]*", c.run.name):
         yield f"run.name={c.run.name!r} names a directory: use letters, digits, '.', '_' and '-'"
-    if c.model.maker is not None and not _FUNCTION.fullmatch(c.model.maker):
+    if c.model.maker is not None and not is_function(c.model.maker):
         yield f"model.maker={c.model.maker!r}: expected module:function or path/to/file.py:function"
     if c.cluster.nnodes > 1 and c.cluster.address is None:
         yield (

@@ -27,12 +27,18 @@ def _as_path(value: Any) -> Any:
     return Path(os.path.expanduser(value)) if isinstance(value, str) else value
 
 
+def _as_pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 HomePath = Annotated[Path, BeforeValidator(_as_path)]
 """A path on this machine; `~` is the home directory, `$NAME` is not replaced."""
 HomeString = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or some other name; a leading `~` is the home directory."""
 Strings = Annotated[list[str], BeforeValidator(_one_as_list)]
 """A list of strings; one string stands for a list of one."""
+Range = Annotated[tuple[float, float], BeforeValidator(_as_pair)]
+"""Two numbers, `[low, high]`."""
 Sources = Annotated[list[HomeString], BeforeValidator(_one_as_list)]
 """The same, of places to read from."""
 
@@ -120,15 +126,79 @@ class DataConfig(Section):
 
 
 class KLControlConfig(Section):
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the weight stays, or follows the measured KL towards `target_kl`."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty inside the reward."""
+    """Weight of the KL penalty inside the reward; with `adaptive`, the one to begin with."""
+    target_kl: float | None = Field(None, gt=0)
+    """KL a token, in nats, at which the adaptive weight rests."""
+    horizon: int | None = Field(None, ge=1)
+    """Samples over which the adaptive weight takes effect; more is slower."""
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False
+    """Dynamic sampling: train on groups that tell samples apart only, and sample more prompts until
+    `data.train_batch_size` of them are found."""
+    metric: str = "reward"
+    """What must differ inside a group: `reward`, or a part of it by name."""
+    mean_range: Range | None = None
+    """Keep only groups whose mean of `metric` lies in this range, ends included; null is any."""
+    max_num_gen_batches: int = Field(10, ge=1)
+    """Batches of prompts that a step may sample; when they did not give enough groups the run stops."""
+
+
+class RolloutCorrectionConfig(Section):
+    mode: Literal["decoupled", "bypass"] = "decoupled"
+    """Whose log-probs the ratio of the loss is taken against. `decoupled`: the trainer's before the step; sampler
+    and trainer are compared once, before it. `bypass`: the sampler's own, which saves a forward pass; they are
+    compared inside the loss, under the weights of the moment."""
+    rollout_is: Literal["token", "sequence", "geometric"] | None = None
+    """Importance weights from sampler to trainer: of each token, the product over its sample, or that one's geometric
+    mean; null is none."""
+    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
+    """What happens to weights outside of the thresholds: bounded by them, or 0."""
+    rollout_is_threshold: float = Field(2.0, gt=0)
+    """Upper threshold of the weights."""
+    rollout_is_threshold_lower: float | None = Field(None, gt=0)
+    """Lower threshold of the weights; null is none."""
+    rollout_rs: (
+        Literal[
+            "token_k1", "token_k2", "token_k3",
+            "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+            "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+        ] | None
+    ) = None  # fmt: skip
+    """Leave tokens, or whole samples, out of the loss where sampler and trainer differ too much by this measure."""
+    rollout_rs_threshold: float | None = Field(None, gt=0)
+    """Greatest value that is kept; for k1 of exp(k1), the ratio."""
+    rollout_rs_threshold_lower: float | None = Field(None, gt=0)
+    """Least ratio that is kept (k1 only); null is 1 / `rollout_rs_threshold`."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes the loss."""
+        return self.rollout_is is not None or self.rollout_rs is not None
+
+    @property
+    def over_samples(self) -> bool:
+        """Whether it looks at whole samples."""
+        return self.rollout_is in ("sequence", "geometric") or (self.rollout_rs or "").startswith("seq")
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo", "dr_grpo"] = "grpo"
-    """How rewards become advantages. `grpo`: within-group standardised; `dr_grpo`: centred only."""
+    adv_estimator: str = "grpo"
+    """How rewards become advantages: `grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`,
+    `grpo_passk`, `gdpo`, `opo`, `remax`, or your own `module:function` or `path/to/file.py:function`."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide `grpo` advantages by the group's standard deviation."""
+    """Divide advantages of `grpo` and `grpo_passk` by the group's standard deviation."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    """Dynamic sampling."""
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """What is done about the difference between sampler and trainer."""
+    mask_truncated_completions: bool = False
+    """Leave responses that were cut at the length limit out of the loss and its denominators; they stay in their
+    group's statistics."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward, but not in groups whose rewards are all equal; needs
     `algorithm.kl_ctrl.kl_coef`."""
@@ -139,8 +209,24 @@ class AlgorithmConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    loss_mode: Literal["vanilla"] = "vanilla"
-    """Policy loss. `vanilla`: the clipped surrogate with asymmetric and dual clip."""
+    loss_mode: str = "vanilla"
+    """Policy loss: `vanilla` (the clipped surrogate with asymmetric and dual clip), `gspo`, `cispo`, `sapo`,
+    `geo_mean`, `dppo_tv`, `dppo_kl`, `clip_cov`, `kl_cov`, or your own `module:function` or
+    `path/to/file.py:function`."""
+    tau_pos: float = Field(1.0, gt=0)
+    """`sapo`: temperature of the gate at positive advantages."""
+    tau_neg: float = Field(1.05, gt=0)
+    """`sapo`: temperature of the gate at the others."""
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`clip_cov`: share of all tokens that lose their gradient."""
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: covariance above which a token may be chosen."""
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: covariance below which a token may be chosen."""
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`kl_cov`: share of all tokens, those of the greatest covariance, that pay for leaving the old policy."""
+    ppo_kl_coef: float = Field(1.0, gt=0)
+    """`kl_cov`: what they pay for each nat."""
 
 
 class OptimConfig(Section):
@@ -182,14 +268,19 @@ class ActorConfig(Section):
     """Token budget of a packed micro-batch; it must hold one sample of the greatest length."""
     logits_chunk_mb: int = Field(256, ge=1)
     """Memory for the chunk of logits that exists at any time, in MiB."""
+    loss_backend: Literal["auto", "reference", "chunked"] = "auto"
+    """Implementation of the head and loss: `chunked` makes a chunk of logits at a time, in plain torch, and is what
+    `auto` takes; `reference` makes all logits at once."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of policy loss."""
     clip_ratio_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 - this."""
+    """The ratio is clipped below at 1 - this; in `geo_mean` the log-ratio at this, in `dppo_*` a threshold."""
     clip_ratio_high: float = Field(0.2, ge=0)
-    """The ratio is clipped above at 1 + this; greater than the low side is DAPO's clip-higher."""
+    """The ratio is clipped above at 1 + this; greater than the low side is DAPO's clip-higher. In `geo_mean` the
+    log-ratio, in `dppo_*` a threshold."""
     clip_ratio_c: float | None = Field(3.0, gt=1)
-    """Dual clip: bound of the loss at negative advantages, in units of the advantage; null is off."""
+    """Dual clip: bound of the loss at negative advantages, in units of the advantage; in `dppo_*` bound of the ratio;
+    null is off."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses become one number; denominators are those of the whole optimizer step."""
     loss_scale_factor: float | None = Field(None, gt=0)
@@ -265,6 +356,15 @@ class RewardFunctionConfig(Section):
     """Extra keyword arguments of the reward."""
 
 
+class OverlongBufferConfig(Section):
+    enable: bool = False
+    """Charge responses that come near the length limit (DAPO's soft overlong punishment)."""
+    len: int = Field(4096, ge=1)
+    """Tokens before `data.max_response_length` over which the penalty rises from zero."""
+    penalty_factor: float = Field(1.0, gt=0)
+    """Penalty at the limit, taken off the reward."""
+
+
 class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(min_length=1)
     """Rewards; a sample's reward is their weighted sum."""
@@ -274,6 +374,8 @@ class RewardConfig(Section):
     """Longest time for one reward of one sample; past it the sample is invalid."""
     max_invalid_fraction: float = Field(0.5, gt=0, le=1)
     """Fraction of a step's samples that may be invalid before the run stops."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    """Length penalty, in training only; it is the reward part `overlong`."""
 
 
 class BridgeConfig(Section):

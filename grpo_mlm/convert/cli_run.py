@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_mlm.convert.progress import watched
+from grpo_mlm.convert.system_errors import system_errors
 from grpo_mlm.convert.text import parse_size, printable, show_size
 from grpo_mlm.errors import NamesDiffer, UserError
 
@@ -50,6 +51,7 @@ def read_options(
     )
 
 
+@system_errors()
 def run_plan(
     src: Path,
     targets: list[str],
@@ -85,6 +87,7 @@ def run_plan(
         )
 
 
+@system_errors()
 def run_conversion(
     command: Literal["import", "export"],
     src: Path,
@@ -101,11 +104,14 @@ def run_conversion(
     if how not in CHECKS:
         raise UserError(f"--verify {how!r}: expected {', '.join(CHECKS)}")
     convert = import_checkpoint if command == "import" else export_checkpoint
+
+    def check(folder: Path) -> None:
+        if how != "none":
+            with watched("checking", quiet) as progress:
+                check_output(how, src, folder, options, progress)
+
     with watched("writing", quiet) as progress:
-        result = convert(src, dst, options, progress)
-    if how != "none":
-        with watched("checking", quiet) as progress:
-            check_output(how, src, dst, options, progress)
+        result = convert(src, dst, options, progress, check)
     if as_json:
         _print_json(asdict(result) | {"verified": how})
     elif not quiet:
@@ -114,6 +120,7 @@ def run_conversion(
         _print([f"wrote {result.out}: {show_size(result.bytes)} in {files}{checked[how]}"])
 
 
+@system_errors()
 def run_verify(
     a: Path,
     b: Path,

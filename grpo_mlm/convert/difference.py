@@ -62,7 +62,7 @@ def shown(value: Tensor) -> dict[str, Any]:
 
 def _rounds_equal(a: Tensor, b: Tensor) -> bool:
     """Whether the wider of the two, rounded to the narrower's dtype, is the narrower."""
-    if a.itemsize == b.itemsize:  # float16 and bfloat16: neither is rounded from the other
-        return False
+    if a.itemsize == b.itemsize:  # float16 and bfloat16: each has values that the other rounds
+        return torch.equal(bits(a.to(b.dtype)), bits(b)) or torch.equal(bits(b.to(a.dtype)), bits(a))
     wide, narrow = (a, b) if a.itemsize > b.itemsize else (b, a)
     return torch.equal(bits(wide.to(narrow.dtype)), bits(narrow))

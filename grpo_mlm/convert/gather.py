@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_mlm.bridge.store import TensorStore
+from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.boxes import Box, Layout, intersect, slices, volume
 from grpo_mlm.layouts.planner.copies import Copy
 
@@ -44,13 +45,27 @@ class Gather:
         whole = (rows, *((0, n) for n in shape[1:]))
         parts = list(self._inside(name, whole))
         if len(parts) == 1 and parts[0][1] == whole:
-            return self._read(*parts[0]).to(dtype)
+            return self._cast(name, self._read(*parts[0]))
         padded = sum(volume(box) for _, box in parts) < volume(whole)
         new = torch.zeros if padded else torch.empty
         out = new([stop - start for start, stop in whole], dtype=dtype)
         for copy, box in parts:
-            out[slices(_shifted(box, -rows[0]))] = self._read(copy, box)
+            out[slices(_shifted(box, -rows[0]))] = self._cast(name, self._read(copy, box))
         return out
+
+    def _cast(self, name: str, values: Tensor) -> Tensor:
+        """In the target's dtype. UserError where a finite value has no place in it."""
+        dtype = self._dtypes[name]
+        if values.dtype == dtype:
+            return values
+        cast = values.to(dtype)
+        lost = values.isfinite() & ~cast.isfinite()
+        if lost.any():
+            raise UserError(
+                f"{name} holds {values[lost][0].item():g}, which {str(dtype).removeprefix('torch.')} cannot hold; "
+                "choose another --dtype"
+            )
+        return cast
 
     def _read(self, copy: Copy, box: Box) -> Tensor:
         """Part `box` of the target's tensor, inside of the copy."""

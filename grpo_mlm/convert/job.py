@@ -6,6 +6,7 @@ the source, so that memory does not depend on the model's size. All is written t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from grpo_mlm.convert.journal import Journal
 from grpo_mlm.convert.manifest import Job, not_finite_values, write_manifest
 from grpo_mlm.convert.open import DIST_MANIFEST, SIDECAR, open_weights
 from grpo_mlm.convert.options import Options, Progress
+from grpo_mlm.convert.output import check_output_folder, partial_of
 from grpo_mlm.convert.resources import check_disk, memory_budget
 from grpo_mlm.convert.sidecar import HF_MANIFEST, copy_sidecar
 from grpo_mlm.convert.target import DistTarget, Format, HFTarget, Target
@@ -53,41 +55,59 @@ class _Work:
     workers: int
 
 
-def import_checkpoint(src: Path, dst: Path, options: Options, progress: Progress) -> Result:
+def import_checkpoint(
+    src: Path,
+    dst: Path,
+    options: Options,
+    progress: Progress,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Result:
     """Any weights -> a Megatron distributed checkpoint that stock megatron-core loads at any parallel sizes.
 
     The config and the tokenizer go to its subfolder `hf`. Errors and interruption: as `convert`.
     """
-    return convert(src, dst, "torch_dist", options, progress)
+    return convert(src, dst, "torch_dist", options, progress, check)
 
 
-def export_checkpoint(src: Path, dst: Path, options: Options, progress: Progress) -> Result:
+def export_checkpoint(
+    src: Path,
+    dst: Path,
+    options: Options,
+    progress: Progress,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Result:
     """Any weights -> a Hugging Face folder, with the config and the tokenizer byte for byte.
 
     Errors and interruption: as `convert`.
     """
-    return convert(src, dst, "hf", options, progress)
+    return convert(src, dst, "hf", options, progress, check)
 
 
-def convert(src: Path, dst: Path, output: Format, options: Options, progress: Progress) -> Result:
+def convert(
+    src: Path,
+    dst: Path,
+    output: Format,
+    options: Options,
+    progress: Progress,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Result:
     """Write the weights at `src` to the new folder `dst`. What a run that was killed has finished, the next one keeps.
 
+    `check` gets the folder when it is whole and not yet at `dst`; what it raises leaves it where it is.
     Values are copied as they are: NaN and infinite ones are counted and reported, not refused.
     UserError: `dst` is not empty, `src` is damaged, another job's files are in `dst.partial`. NamesDiffer: as
     `open_weights`. OutOfResources: disk or memory limit too small. KeyboardInterrupt: Ctrl-C, or the SystemExit of
     a signal handler; all has stopped, and the same call goes on from there.
     """
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise UserError(f"{dst} is already there and not empty; remove it or choose another output folder")
-    if src.resolve() in dst.resolve().parents:
-        raise UserError(f"{dst} lies inside of the source {src}; choose an output folder elsewhere")
+    dst = check_output_folder(dst, [src] if options.reference is None else [src, options.reference])
     work = _prepare(src, output, options, progress)
-    partial = dst.with_name(dst.name + ".partial")
+    partial = partial_of(dst)
     dst.parent.mkdir(parents=True, exist_ok=True)
     with Journal(partial, work.job.fingerprint, options.restart) as journal:
         try:
             _write_weights(work, dst, journal, progress)
             changes = _write_the_rest(work, partial, journal)
+            check(partial)
             publish(partial, dst)
         except (KeyboardInterrupt, SystemExit) as end:
             progress.say(f"interrupted; the same command goes on from what is in {partial}")
@@ -104,6 +124,8 @@ def _prepare(src: Path, output: Format, options: Options, progress: Progress) ->
     wanted = wanted_layout(source, output)
     budget = memory_budget(options.memory_limit, options.workers, wanted)
     check_homes(source.store, budget.block_bytes)
+    if not wanted.shapes:
+        raise UserError(f"{src}: no tensor is left to convert after --allow-missing")
     plan = make_plan([source.store.layout], [wanted])
     dtypes = target_dtypes(source, wanted, plan.copies, options.dtype)
     target: Target

@@ -6,6 +6,7 @@ A file of JSON lines: first the job, then one line for each finished file, writt
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -45,33 +46,65 @@ class Journal:
         try:
             self._lock()
             if restart:
-                shutil.rmtree(folder, ignore_errors=True)
+                self._delete()
             if not folder.exists():  # a journal without it is what a finished job left
                 self._file.truncate(0)
+            elif not folder.is_dir():
+                raise UserError(f"{folder} is a file; the conversion needs this name for a folder, remove it")
             folder.mkdir(exist_ok=True)
             self._resume(fingerprint)
         except BaseException:
             self._file.close()
             raise
 
+    def _delete(self) -> None:
+        """What an earlier conversion left."""
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            self._check_ours()
+            shutil.rmtree(self.folder)
+        self._file.truncate(0)
+
+    def _check_ours(self) -> None:
+        """UserError where no conversion is known to have written the files of the folder."""
+        self._file.seek(0)
+        try:
+            first = json.loads(self._file.readline())
+        except (ValueError, RecursionError):
+            first = None
+        if not _is_header(first):
+            raise UserError(
+                f"{self.folder} holds files that no conversion is known to have written, and they are not deleted; "
+                "remove the folder yourself, or choose another output folder"
+            )
+
     def _resume(self, fingerprint: str) -> None:
+        if any(self.folder.iterdir()):
+            self._check_ours()
         lines = self._lines()
-        if len(lines) == 1:  # nothing is finished, so nothing is lost
+        if len(lines) == 1 and _is_header(lines[0]):  # nothing is finished, so nothing is lost
             shutil.rmtree(self.folder)
             self.folder.mkdir()
             self._file.truncate(0)
             lines = []
-        if lines[:1] != [{"job": fingerprint}] and (lines or any(self.folder.iterdir())):
+        if lines and lines[0] != {"job": fingerprint}:
             raise UserError(
                 f"{self.folder} holds files of another conversion (other source, options or version); "
                 "pass --restart to delete them, or choose another output folder"
             )
         if not lines:
             self._append({"job": fingerprint})
-        for record in (FileRecord(**line) for line in lines[1:]):
-            path = self.folder / record.file
-            if path.is_file() and path.stat().st_size == record.bytes:
+        for record in self._records(lines[1:]):
+            if _holds(self.folder / record.file, record):
                 self.done[record.file] = record
+        for path in self.folder.iterdir():  # half-written files, and whatever else is not known to be whole
+            if path.name not in self.done:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _records(self, lines: list[Any]) -> list[FileRecord]:
+        try:
+            return [FileRecord(**line) for line in lines]
+        except TypeError as error:
+            raise UserError(f"{self.path} is damaged: {error}; pass --restart to begin again") from error
 
     def add(self, record: FileRecord) -> None:
         """Note a finished file, on the disk when this returns. Called from several threads."""
@@ -103,10 +136,22 @@ class Journal:
         self._file.truncate(len(whole))
         try:
             return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.path} is damaged: {error}; pass --restart to begin again") from error
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _is_header(line: Any) -> bool:
+    return isinstance(line, dict) and line.keys() == {"job"} and isinstance(line["job"], str)
+
+
+def _holds(path: Path, record: FileRecord) -> bool:
+    """Whether the file is still what was written: also its hash, for the disk or somebody may have changed it."""
+    if not path.is_file() or path.stat().st_size != record.bytes:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == record.sha256

@@ -18,8 +18,10 @@ from safetensors.numpy import save_file
 
 from grpo_mlm.errors import UserError
 
-# Per-token columns `[R]`, float32; None until the phase that makes them has run.
-TOKEN_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+# Per-token columns `[R]`; None until the phase that makes them has run.
+TOKEN_COLUMNS = (
+    "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "response_mask", "is_weights"
+)  # fmt: skip
 
 
 @dataclass
@@ -49,9 +51,12 @@ class RolloutBatch:
     response_text: list[str] = field(default_factory=list)  # [N], for people and rewards
     answer: list[str] = field(default_factory=list)  # [N], for people
     reason: list[str] = field(default_factory=list)  # [N], why a sample is invalid, or the reward's note
+    baseline: np.ndarray | None = None  # float64 [N], reward of the greedy response to the prompt; NaN: none
     old_logprobs: np.ndarray | None = None  # float32 [R]
     ref_logprobs: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
+    response_mask: np.ndarray | None = None  # bool [R], False: rejected, has no part in the loss
+    is_weights: np.ndarray | None = None  # float32 [R], importance weights of the policy term
 
     def __len__(self) -> int:
         return len(self.prompt_lens)
@@ -77,7 +82,9 @@ class RolloutBatch:
 
     def without_training_columns(self) -> RolloutBatch:
         """The batch as it was when sampling and scoring ended."""
-        return replace(self, old_logprobs=None, ref_logprobs=None, advantages=None)
+        return replace(
+            self, old_logprobs=None, ref_logprobs=None, advantages=None, response_mask=None, is_weights=None
+        )
 
     def check(self) -> None:
         """Raise ValueError where lengths disagree: ids and log-probs must be those that were sampled."""
@@ -98,7 +105,7 @@ class RolloutBatch:
         for f in fields(self):
             column = getattr(self, f.name)
             per_sample = f.name not in (*TOKEN_COLUMNS, "tokens", "cu_seqlens", "reward_parts")
-            if per_sample and len(column) != n:
+            if per_sample and column is not None and len(column) != n:
                 raise ValueError(f"{f.name} has {len(column)} entries for {n} samples")
         for name, values in self.reward_parts.items():
             if len(values) != n:

@@ -25,7 +25,8 @@ from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import PackedSequences, pack_samples
 from grpo_mlm.engine import parallel
 from grpo_mlm.engine.device import open_device
-from grpo_mlm.engine.forward import Head, Passes
+from grpo_mlm.engine.forward import Passes
+from grpo_mlm.engine.head import Head
 from grpo_mlm.engine.layers import layers_on
 from grpo_mlm.engine.loss import StepLoss
 from grpo_mlm.engine.model import build_model, data_parallel
@@ -92,6 +93,7 @@ class MegatronEngine:
             config.rollout.temperature,
             known_tokens(self.model_folder),
             actor.logits_chunk_mb << 20,
+            actor.loss_backend,
             parallel.tensor_group(self.place),
         )
         self.passes = Passes(model, layers, head, self.device.torch_device)
@@ -129,16 +131,20 @@ class MegatronEngine:
         logprobs, entropy = (_column(values) for values in zip(*rows, strict=True))
         return {"indices": self._samples(schedule), "logprobs": logprobs, "entropy": entropy}
 
-    def update(self, batch: RolloutBatch, schedule: Schedule, weights: np.ndarray) -> dict[str, Any]:
+    def update(
+        self, batch: RolloutBatch, schedule: Schedule, weights: np.ndarray, selected: np.ndarray | None = None
+    ) -> dict[str, Any]:
         """One optimizer step on the scheduled samples.
 
         `weights`, float32 `[R]` over the whole batch: each token's share of the loss, with the denominators of the
-        whole step in. Returns `metrics`; on a rank that answers for its replica also `indices` and `logprobs` of
-        the training forward, as `logprobs` does. Where all weights are 0 nothing is computed and nothing moves.
+        whole step in; `selected`, bool `[R]`, the tokens that a covariance loss treats apart. Returns `metrics`; on a
+        rank that answers for its replica also `indices` and `logprobs` of the training forward, as `logprobs` does.
+        Where all weights are 0 nothing is computed and nothing moves.
         """
         if not weights.any():
             return {"metrics": {"actor/empty_steps": Part("max", 1.0)}}
-        loss = StepLoss(self.config.actor, batch, weights, self.device.torch_device)
+        actor, correction = self.config.actor, self.config.algorithm.rollout_correction
+        loss = StepLoss(actor, correction, batch, weights, selected, self.device.torch_device)
         with self.device.active():
             micros = self.passes.accumulate_gradients(self._packs(batch, schedule), loss)
             step = self.optimizer.step(all(micro.finite for micro in micros))

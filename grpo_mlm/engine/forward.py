@@ -8,46 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mlm.data.microbatch import PackedSequences
+from grpo_mlm.engine.head import Head
 from grpo_mlm.engine.layers import Layers
-from grpo_mlm.engine.model import head_weight
-from grpo_mlm.kernels.linear_logprobs import linear_logprobs
 
-Loss = Callable[[Tensor, Tensor, PackedSequences], tuple[Tensor, Any]]
-"""(log-probs [R], entropies [R], micro-batch) -> (its share of the loss, what the caller wants back)."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """From hidden states to the log-probs of response tokens; used on the last pipeline stage."""
-
-    model: GPTModel
-    temperature: float
-    vocab_size: int  # rows past it are padding, or unknown to the tokenizer, and enter no softmax
-    chunk_bytes: int
-    group: dist.ProcessGroup | None
-
-    def __call__(self, hidden: Tensor, pack: PackedSequences) -> tuple[Tensor, Tensor]:
-        """hidden `[1, T, H]` -> log-probs and entropies, float32 `[R]`."""
-        if len(pack.rows) == 0:
-            # Nothing to score, but the backward pass still has to go through the model.
-            nothing = hidden.flatten()[:0].float()
-            return nothing, nothing
-        return linear_logprobs(
-            hidden[0].index_select(0, pack.rows.to(hidden.device)),
-            head_weight(self.model),
-            pack.targets.to(hidden.device),
-            self.temperature,
-            self.vocab_size,
-            self.chunk_bytes,
-            self.group,
-        )
+Loss = Callable[[Head, Tensor, PackedSequences], tuple[Tensor, Any]]
+"""(head, hidden states [1, T, H], micro-batch) -> (its share of the loss, what the caller wants back)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +34,7 @@ class Passes:
         """(log-probs, entropies) of each micro-batch on the last stage, an empty list on the others."""
 
         def collect(pack: PackedSequences, hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-            return self.head(hidden, pack)
+            return self.head.logprobs(hidden, pack.rows, pack.targets)
 
         self.model.eval()
         return self._run(packs, collect, forward_only=True)
@@ -76,7 +46,7 @@ class Passes:
         """
 
         def micro_loss(pack: PackedSequences, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-            value, extra = loss(*self.head(hidden, pack), pack)
+            value, extra = loss(self.head, hidden, pack)
             # The schedule adds up a number of tokens to average by; nothing is averaged here.
             return value, torch.zeros((), dtype=torch.int32, device=self.device), extra
 

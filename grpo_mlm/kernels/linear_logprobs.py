@@ -15,9 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from grpo_mlm.kernels.matmul import matmul_fp32
-from grpo_mlm.kernels.row_stats import block_stats, empty_stats, join, join_ranks, owned
+from grpo_mlm.kernels.backends import Backend, row_ops
+from grpo_mlm.kernels.blocked import RowGradients
+from grpo_mlm.kernels.matmul import logits_fp32, matmul_fp32
+from grpo_mlm.kernels.reference import reference_logprobs
+from grpo_mlm.kernels.row_stats import empty_stats, join, join_ranks
+from grpo_mlm.kernels.vocabulary import Shard, check_targets
 
 # Wider tiles fall out of the cache: one over 49152 columns and 1000 rows takes twice as long.
 CPU_COLUMNS = 1024
@@ -32,6 +37,7 @@ def linear_logprobs(
     vocab_size: int,
     chunk_bytes: int,
     tp_group: dist.ProcessGroup | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each row's target and entropy of each row, float32 `[R]`, of softmax(hidden weight^T / temperature).
 
@@ -42,10 +48,12 @@ def linear_logprobs(
     Differentiable through both outputs; the gradient of `hidden` is summed over `tp_group`, so every rank of it must
     run the backward pass. A target outside 0..vocab_size-1 raises RuntimeError.
     """
-    torch._assert_async(
-        ((targets >= 0) & (targets < vocab_size)).all(), f"a target is outside the vocabulary of {vocab_size}"
+    check_targets(targets, vocab_size)
+    if backend == "reference":
+        return reference_logprobs(hidden, weight, targets, temperature, vocab_size, tp_group)
+    return _LinearLogprobs.apply(
+        hidden, weight, targets, temperature, vocab_size, chunk_bytes, tp_group, backend
     )
-    return _LinearLogprobs.apply(hidden, weight, targets, temperature, vocab_size, chunk_bytes, tp_group)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -59,56 +67,39 @@ class _LinearLogprobs(torch.autograd.Function):
         vocab_size: int,
         chunk_bytes: int,
         tp_group: dist.ProcessGroup | None,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        first = 0 if tp_group is None else tp_group.rank() * weight.shape[0]
-        columns = max(0, min(weight.shape[0], vocab_size - first))
-        targets = targets - first
-        tiles = list(_tiles(columns, hidden, chunk_bytes))
-        pieces = (
-            block_stats(matmul_fp32(hidden, weight[a:b].T).div_(temperature), targets - a) for a, b in tiles
-        )
+        shard, ops = Shard.of(weight, vocab_size, tp_group), row_ops(backend, hidden)
+        targets = targets - shard.first
+        tiles = list(_tiles(shard.columns, hidden, chunk_bytes))
+        pieces = (ops.stats(logits_fp32(hidden, weight[a:b], 1 / temperature), targets - a) for a, b in tiles)
         stats = join_ranks(reduce(join, pieces, empty_stats(len(hidden), hidden.device)), tp_group)
         logprob, entropy = stats.logprob, stats.entropy
         ctx.save_for_backward(hidden, weight, targets, stats.log_normaliser, entropy)
-        ctx.temperature, ctx.tiles, ctx.tp_group = temperature, tiles, tp_group
+        ctx.temperature, ctx.tiles, ctx.tp_group, ctx.ops = temperature, tiles, tp_group, ops
         ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
-        grad_logprob, grad_entropy = (None if g is None else (g / ctx.temperature)[:, None] for g in grads)
+        by_logprob = torch.zeros_like(entropy) if grad_logprob is None else grad_logprob / ctx.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
+        rows = RowGradients(log_normaliser, entropy, by_logprob, by_entropy)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for a, b in ctx.tiles:
-            logits = matmul_fp32(hidden, weight[a:b].T).div_(ctx.temperature)
-            logp = logits.sub_(log_normaliser[:, None])
-            tile = _grad_logits(logp, targets - a, entropy[:, None], grad_logprob, grad_entropy)
-            # On fp32 hidden states tile and weight are fp32; else matmul_fp32 rounds the tile as it does the others.
+            tile = logits_fp32(hidden, weight[a:b], 1 / ctx.temperature)
+            ctx.ops.gradients_(tile, targets - a, rows)
             grad_hidden += matmul_fp32(tile, weight[a:b])
             if grad_weight is not None:
                 grad_weight[a:b] = matmul_fp32(tile.T, hidden)
         if ctx.tp_group is not None and ctx.tp_group.size() > 1:
             dist.all_reduce(grad_hidden, group=ctx.tp_group)
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
-
-
-def _grad_logits(
-    logp: Tensor, targets: Tensor, entropy: Tensor, grad_logprob: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    """Gradient of a tile of logits (before the temperature) `[R, C]`; `logp` is overwritten.
-
-    d logp_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (logp_j + H).
-    """
-    if grad_logprob is None:
-        grad_logprob = torch.zeros_like(entropy)
-    if grad_entropy is None:
-        tile = logp.exp_().mul_(-grad_logprob)
-    else:
-        prob = logp.exp()
-        tile = logp.add_(entropy).mul_(-grad_entropy).sub_(grad_logprob).mul_(prob)
-    mine, column = owned(targets, tile.shape[1])
-    return tile.scatter_add_(1, column[:, None], torch.where(mine[:, None], grad_logprob, 0.0))
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 
 def _tiles(columns: int, hidden: Tensor, chunk_bytes: int) -> Iterator[tuple[int, int]]:

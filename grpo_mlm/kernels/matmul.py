@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor
+
+BLOCK_COLUMNS = 8192
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -21,6 +24,46 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
     with _cpu_bf16_products():
         return torch.matmul(a.float(), b.float())
+
+
+def logits_fp32(
+    hidden: Tensor, weight: Tensor, scale: float, out: Tensor | None = None, columns: int = BLOCK_COLUMNS
+) -> Tensor:
+    """`scale * hidden @ weight.T`, float32 `[R, C]`, in `out` where that is given."""
+    out = torch.empty(len(hidden), len(weight), device=hidden.device) if out is None else out
+    if hidden.dtype == weight.dtype == torch.float32:
+        return torch.addmm(
+            out, hidden, weight.T, beta=0, alpha=scale, out=out
+        )  # no pass over `out` for the scale
+    for a, b in _blocks(len(weight), columns):
+        out[:, a:b] = matmul_fp32(hidden, weight[a:b].T)
+    return out if scale == 1 else out.mul_(scale)
+
+
+def inner_product(tile: Tensor, weight: Tensor, columns: int = BLOCK_COLUMNS) -> Tensor:
+    """`tile @ weight`, float32 `[L, H]`, of tile `[L, C]` and weight `[C, H]`, where C is large."""
+    if tile.dtype == weight.dtype == torch.float32:
+        return tile @ weight
+    products = (matmul_fp32(tile[:, a:b], weight[a:b]) for a, b in _blocks(len(weight), columns))
+    return reduce(Tensor.add_, products, torch.zeros(len(tile), weight.shape[1], device=tile.device))
+
+
+def accumulate(
+    into: Tensor, tile: Tensor, hidden: Tensor, scale: float, columns: int = BLOCK_COLUMNS
+) -> None:
+    """`into += scale * tile.T @ hidden`, float32 `[C, H]`, of tile `[L, C]` and hidden `[L, H]`."""
+    if tile.dtype == hidden.dtype == torch.float32:
+        into.addmm_(tile.T, hidden, alpha=scale)
+        return
+    for a, b in _blocks(len(into), columns):
+        into[a:b].add_(matmul_fp32(tile[:, a:b].T, hidden), alpha=scale)
+
+
+def _blocks(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """Columns that are multiplied at a time where an operand is narrower than fp32: it may need an fp32 copy, and a
+    product that is added to something is a tensor of its own first."""
+    for start in range(0, total, step):
+        yield start, min(start + step, total)
 
 
 @contextmanager

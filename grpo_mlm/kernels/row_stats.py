@@ -45,13 +45,23 @@ def empty_stats(rows: int, device: torch.device) -> RowStats:
 
 
 def block_stats(logits: Tensor, targets: Tensor) -> RowStats:
-    """Of a block of logits `[R, C]`, which is overwritten; `targets` `[R]` are columns of it, or outside 0..C-1."""
-    mine, column = owned(targets, logits.shape[1])
-    target = torch.where(mine, logits.gather(1, column[:, None])[:, 0], 0.0)
+    """Of a block of logits `[R, C]`, which stays; `targets` `[R]` are columns of it, or outside 0..C-1."""
     peak = logits.amax(dim=1)
-    shifted = logits.sub_(peak[:, None])
+    return RowStats(peak, *mass_and_moment(logits, peak), target_logits(logits, targets))
+
+
+def mass_and_moment(logits: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    """sum exp(z - peak) and sum (z - peak) exp(z - peak) over the columns of logits `[R, C]`, each `[R]`."""
+    shifted = logits - peak[:, None]
     weight = shifted.exp()
-    return RowStats(peak, weight.sum(dim=1), shifted.mul_(weight).sum(dim=1), target)
+    mass = weight.sum(dim=1)
+    return mass, weight.mul_(shifted).sum(dim=1)
+
+
+def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """The logit of each row's target `[R]`, 0 where that is outside 0..C-1."""
+    mine, column = owned(targets, logits.shape[1])
+    return torch.where(mine, logits.gather(1, column[:, None])[:, 0], 0.0)
 
 
 def owned(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 Every weight has one canonical home, the Hugging Face tensor by name and shape. One rank's *layout* says which
 boxes of which canonical tensors sit in which boxes of its own tensors. Everything else (loading, syncing,
-exporting) is a join of two layouts; see `planner.py`.
+exporting) is a join of two layouts; see `planner/`.
 """
 
 from __future__ import annotations

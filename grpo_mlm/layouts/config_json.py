@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def real(config: dict[str, Any], key: str, default: Any = _REQUIRED) -> float:
     value = config.get(key)
     if value is None and default is not _REQUIRED:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(f"config.json: {key} is {value!r}, expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"config.json: {key} is {str(value)[:40]}, expected a positive number")
     return float(value)
 
 

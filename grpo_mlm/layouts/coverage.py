@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -28,20 +27,6 @@ def subtract(box: Box, hole: Box) -> list[Box]:
             if low < high:
                 rest.append((*hole[:axis], (low, high), *box[axis + 1 :]))
     return rest
-
-
-def remainder(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """The parts of `box` that none of `covers` has; covers may overlap."""
-    left = [box]
-    for cover in covers:
-        after: list[Box] = []
-        for part in left:
-            common = intersect(part, cover)
-            after += [part] if common is None else subtract(part, common)
-        left = after
-        if not left:
-            break
-    return left
 
 
 def layout_faults(layout: Layout) -> list[str]:

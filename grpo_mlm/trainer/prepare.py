@@ -8,13 +8,13 @@ from pathlib import Path
 
 from grpo_mlm.bridge.hf_files import check_headers, hub_folder
 from grpo_mlm.config.check import check_model
+from grpo_mlm.config.functions import load_function
 from grpo_mlm.config.schema import Config, ModelConfig
 from grpo_mlm.config.world import World, resolve_world
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.prompts import Prompt, load_prompts, load_tokenizer
 from grpo_mlm.errors import UserError
 from grpo_mlm.layouts.model import read_model_spec
-from grpo_mlm.rewards.custom import load_function
 from grpo_mlm.rewards.scorer import build_scorer
 
 

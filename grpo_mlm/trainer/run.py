@@ -8,6 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from grpo_mlm.algorithms.kl_control import KLController
 from grpo_mlm.cluster.actor_group import ActorGroup
 from grpo_mlm.cluster.engine_group import EngineGroup
 from grpo_mlm.cluster.placement import ray_cluster, reserve
@@ -19,14 +22,10 @@ from grpo_mlm.data.prompts import Prompt
 from grpo_mlm.data.sampler import PromptSampler
 from grpo_mlm.errors import RunFailure
 from grpo_mlm.rewards.scorer import Scorer, build_scorer
-from grpo_mlm.rollout.request import Sampling
-from grpo_mlm.telemetry.clock import Clock
 from grpo_mlm.telemetry.console import RunConsole
 from grpo_mlm.telemetry.samples import write_samples
 from grpo_mlm.telemetry.trackers import JsonlTracker, TensorBoardTracker, Tracker
-from grpo_mlm.trainer.assemble import assemble
 from grpo_mlm.trainer.prepare import Prepared
-from grpo_mlm.trainer.rollout import make_requests, rollout
 from grpo_mlm.trainer.run_dir import create_run_dir
 
 
@@ -46,6 +45,7 @@ class Run:
     console: RunConsole
     trackers: list[Tracker]
     total_steps: int
+    kl_controller: KLController
     skipped_in_a_row: int = 0
     validations: list[dict[str, float]] = field(default_factory=list)  # in order
 
@@ -53,77 +53,28 @@ class Run:
     def needs_reference(self) -> bool:
         return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
-    def needs_old_logprobs(self, batch: RolloutBatch) -> bool:
-        """Not when one optimizer step uses the whole batch: its own forward, detached, is the old policy.
+    def old_logprobs(self, batch: RolloutBatch) -> np.ndarray | None:
+        """Log-probs `[R]` of the policy that the ratio is taken against: the sampler's own in bypass mode, else the
+        actor's before the step. None where one optimizer step uses the whole batch and nothing else asks for them:
+        its own forward, detached, is the old policy.
 
         Asked of the batch, for one that was saved may have more prompts than `data.train_batch_size`.
         """
-        cfg = self.config
-        return (
+        cfg, correction = self.config, self.config.algorithm.rollout_correction
+        if correction.mode == "bypass":
+            return batch.rollout_logprobs
+        needed = (
             cfg.actor.ppo_epochs > 1
             or cfg.mini_batch_size < len(set(batch.group_id.tolist()))
             or cfg.algorithm.use_kl_in_reward
+            or correction.active
+            or cfg.actor.policy_loss.loss_mode in ("clip_cov", "kl_cov")
         )
+        return self.actor.logprobs(batch, "actor")[0] if needed else None
 
     def due(self, step: int, every: int) -> bool:
         """Whether something that happens `every` so many steps, and after the last, happens now."""
         return every > 0 and (step % every == 0 or step == self.total_steps)
-
-    def rollout_batch(self, step: int, clock: Clock) -> RolloutBatch:
-        """Sample and score this step's prompts, or load the saved batch that stands in for them."""
-        cfg = self.config
-        if cfg.trainer.debug.load_rollouts is not None:
-            with clock("gen"):
-                return RolloutBatch.load(cfg.trainer.debug.load_rollouts).without_training_columns()
-        assert self.engines is not None
-        with clock("gen"):
-            prompts = {group: self.train_prompts[row] for group, row in self.sampler.next()}
-            requests = make_requests(prompts, cfg.rollout.n, cfg.run.seed, step)
-            sampling = Sampling(
-                cfg.rollout.temperature,
-                cfg.data.max_response_length,
-                cfg.rollout.top_p,
-                cfg.rollout.top_k,
-                tuple(cfg.rollout.stop),
-            )
-            with self.console.generating(len(requests)) as advance:
-                finished, scoring_seconds = rollout(
-                    self.engines,
-                    self.scorer,
-                    prompts,
-                    requests,
-                    sampling,
-                    advance,
-                    cfg.cluster.call_timeout_s,
-                )
-            batch = assemble(finished)
-            if cfg.trainer.debug.save_rollouts is not None:
-                batch.save(cfg.trainer.debug.save_rollouts / f"step_{step}.safetensors")
-            if cfg.cluster.placement == "colocated":
-                self.engines.call("release_memory")
-        clock.move("gen", "reward", scoring_seconds)
-        self._check(batch)
-        return batch
-
-    def _check(self, batch: RolloutBatch) -> None:
-        """RunFailure where the step cannot be trained on: samples of other weights than the actor's, longer ones than
-        allowed, too many invalid ones."""
-        longest, allowed = int(batch.response_lens.max()), self.config.data.max_response_length
-        if longest > allowed:
-            raise RunFailure(f"an engine returned {longest} tokens, data.max_response_length is {allowed}")
-        versions = set(batch.weight_version.tolist())
-        if self.weights and versions != {self.weights.version}:
-            raise RunFailure(
-                f"samples of weights {sorted(versions)}, the last sync brought {self.weights.version}"
-            )
-        self.console.invalid(batch)
-        fraction, limit = 1 - batch.valid.mean(), self.config.reward.max_invalid_fraction
-        if fraction > limit:
-            reasons = sorted({reason for reason, ok in zip(batch.reason, batch.valid, strict=True) if not ok})
-            raise RunFailure(
-                f"{fraction:.0%} of the step's samples are invalid, more than reward.max_invalid_fraction={limit}: "
-                + "; ".join(reasons[:5])
-            )
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engines, which then sample as `version`."""
@@ -232,4 +183,5 @@ def open_run(config: Config, prepared: Prepared) -> Iterator[Run]:
             console=console,
             trackers=trackers,
             total_steps=prepared.total_steps,
+            kl_controller=KLController(config.algorithm.kl_ctrl),
         )

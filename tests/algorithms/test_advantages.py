@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_mlm.algorithms.advantages import ADVANTAGES, Advantages
+from grpo_mlm.algorithms.advantages import Advantages, estimate_advantages
+from grpo_mlm.algorithms.groups import Scored
 from grpo_mlm.config.schema import AlgorithmConfig
 
 NAN = float("nan")
@@ -17,14 +18,20 @@ def estimate(
     valid: list[bool] | None = None,
     name: str = "grpo",
     by_std: bool = True,
+    lens: list[int] | None = None,
+    baseline: list[float] | None = None,
 ) -> Advantages:
     r = np.array(rewards, dtype=np.float64)
-    return ADVANTAGES[name](
-        r,
-        np.array(groups if groups is not None else [0] * len(r)),
-        np.array(valid) if valid is not None else np.isfinite(r),
-        AlgorithmConfig(norm_adv_by_std_in_grpo=by_std),
+    scored = Scored(
+        rewards=r,
+        group_id=np.array(groups if groups is not None else [0] * len(r)),
+        valid=np.array(valid) if valid is not None else np.isfinite(r),
+        response_lens=np.array(lens if lens is not None else [1] * len(r)),
+        parts={"reward": r},
+        part_weights={"reward": 1.0},
+        baseline=None if baseline is None else np.array(baseline, dtype=np.float64),
     )
+    return estimate_advantages(scored, AlgorithmConfig(adv_estimator=name, norm_adv_by_std_in_grpo=by_std))
 
 
 def test_groups_are_prompt_instances_wherever_their_samples_stand() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from grpo_mlm.algorithms.aggregate import token_weights
-from grpo_mlm.algorithms.grpo_loss import loss_and_metrics
-from grpo_mlm.config.schema import ActorConfig
+from grpo_mlm.algorithms.grpo_loss import token_losses
+from grpo_mlm.algorithms.loss_tokens import LossTokens
+from grpo_mlm.config.schema import ActorConfig, RolloutCorrectionConfig
 
 
 def step(
@@ -28,7 +29,9 @@ def step(
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in samples] or [np.zeros(0, int)])
         at = torch.from_numpy(index.astype(np.int64))
         w = torch.from_numpy(weights)[at]
-        loss, _ = loss_and_metrics(logprobs[at], torch.zeros_like(w), None, None, -flat[at], w, ActorConfig())
+        tokens = LossTokens(-flat[at], w, torch.zeros_like(at))
+        actor, correction = ActorConfig(), RolloutCorrectionConfig()
+        loss = token_losses(logprobs[at], torch.zeros_like(w), tokens, actor, correction)[0].sum()
         loss.backward()
         parts.append(loss.item())
     assert logprobs.grad is not None

@@ -6,13 +6,21 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_mlm.algorithms.policy_loss import policy_loss
+from grpo_mlm.algorithms.loss_tokens import LossTokens
+from grpo_mlm.algorithms.policy_loss import Report, vanilla
 from grpo_mlm.config.schema import ActorConfig
 
 
 def config(low: float = 0.2, high: float = 0.2, c: float | None = 3.0) -> ActorConfig:
     return ActorConfig(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c)
+
+
+def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, Report]:
+    """Of tokens of one sample."""
+    none = torch.zeros_like(advantages)
+    return vanilla(logp, LossTokens(advantages, none, none.long(), old_logprobs=old), cfg)
 
 
 def loss_and_slope(ratio: float, advantage: float, cfg: ActorConfig) -> tuple[float, float]:

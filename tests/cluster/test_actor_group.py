@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
+from torch.nn.functional import one_hot
 
 from grpo_mlm.algorithms.aggregate import token_weights
+from grpo_mlm.algorithms.covariance import select_tokens
 from grpo_mlm.cluster.actor_group import ActorGroup
-from grpo_mlm.config.schema import ActorConfig
+from grpo_mlm.config.schema import ActorConfig, RolloutCorrectionConfig
 from grpo_mlm.data.batch import RolloutBatch
 from grpo_mlm.data.microbatch import pack_samples
+from grpo_mlm.engine.head import Head
 from grpo_mlm.engine.loss import StepLoss
 from grpo_mlm.telemetry.reduce import merge
 from tests.data.samples import batch_of
@@ -27,22 +31,25 @@ class Replicas(ActorGroup):
     def __init__(self, dp: int, config: ActorConfig) -> None:
         super().__init__([], dp, config, 1.0)
         rows = torch.linspace(-2, 2, VOCAB * VOCAB, dtype=torch.float64).sin().reshape(VOCAB, VOCAB)
-        self.table = (3 * rows).requires_grad_()
+        self.table = (3 * rows).float().requires_grad_()  # [token, next token]
         self.scheduled: list[int] = []
 
     def call(self, method: str, *args: Any) -> list[Any]:
         assert method == "update"
-        batch, schedule, weights = args
-        loss = StepLoss(self.config, batch, weights, torch.device("cpu"))
+        batch, schedule, weights, selected = args
+        loss = StepLoss(self.config, RolloutCorrectionConfig(), batch, weights, selected, torch.device("cpu"))
         return [self._replica(batch, micros, loss) for micros in schedule]
 
     def _replica(self, batch: RolloutBatch, micros: list[list[int]], loss: StepLoss) -> dict[str, Any]:
         logprobs, metrics = [], []
+        # A hidden state is one-hot, so the table is the output matrix.
+        layer = SimpleNamespace(weight=self.table.T)
+        model: Any = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=layer)
+        head = Head(model, 1.0, VOCAB, 1 << 20, "chunked", None)
         for micro in micros:
             pack = pack_samples(batch, np.array(micro, dtype=np.int64))
-            dist = self.table.log_softmax(1)[pack.tokens[pack.rows]].float()
-            logp = dist.gather(1, pack.targets[:, None])[:, 0]
-            value, report = loss(logp, -(dist.exp() * dist).sum(1), pack)
+            hidden = one_hot(pack.tokens, VOCAB).float()[None].requires_grad_()
+            value, report = loss(head, hidden, pack)
             value.backward()
             logprobs.append(report.logprobs)
             metrics.append(report.metrics)
@@ -69,8 +76,14 @@ def step_batch() -> RolloutBatch:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize(
     "terms",
-    [{}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, {"entropy_coeff": 0.01}],
-    ids=["plain", "kl", "entropy"],
+    [
+        {},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"entropy_coeff": 0.01},
+        {"policy_loss": {"loss_mode": "gspo"}},
+        {"policy_loss": {"loss_mode": "kl_cov"}},
+    ],
+    ids=["plain", "kl", "entropy", "gspo", "kl_cov"],
 )
 def test_cuts_and_skipped_samples_change_neither_gradient_nor_loss(
     mode: str, terms: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -81,14 +94,19 @@ def test_cuts_and_skipped_samples_change_neither_gradient_nor_loss(
     trained = np.arange(24) % 5 != 0
     whole = Replicas(1, config)
     weights = token_weights(batch.response_lens, trained, config.loss_agg_mode).astype(np.float32)
+    selected = None
+    if config.policy_loss.loss_mode == "kl_cov":
+        rng = np.random.default_rng(0)
+        selected = select_tokens(batch.old_logprobs, batch.advantages, weights > 0, config.policy_loss, rng)
     pack = [list(range(24))]
-    loss = whole.call("update", batch, [pack], weights)[0]["metrics"]["actor/loss"].value
+    loss = whole.call("update", batch, [pack], weights, selected)[0]["metrics"]["actor/loss"].value
     assert whole.table.grad is not None
     for dp, budget in ((1, 10_000), (1, 12), (2, 16), (3, 30)):
         group = Replicas(dp, config.model_copy(update={"max_tokens_per_gpu": budget}))
-        metrics, logprobs = group.update(batch, np.arange(24), trained)
+        metrics, logprobs = group.update(batch, np.arange(24), trained, np.random.default_rng(0))
         torch.testing.assert_close(group.table.grad, whole.table.grad, rtol=1e-5, atol=1e-8)
         assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5)
-        computed = trained if terms else trained & (batch.group_id % 2 == 1) & (batch.response_lens > 0)
+        every = "use_kl_loss" in terms or "entropy_coeff" in terms or selected is not None
+        computed = trained if every else trained & (batch.group_id % 2 == 1) & (batch.response_lens > 0)
         assert sorted(group.scheduled) == np.flatnonzero(computed).tolist()
         assert np.array_equal(~np.isnan(logprobs), np.repeat(computed, batch.response_lens))

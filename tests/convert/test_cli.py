@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -66,22 +67,27 @@ def test_full_check_of_a_rounded_copy_passes(model: Path, tmp_path: Path) -> Non
 
 def test_hash_check_finds_a_flipped_bit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not keep what was written: the file changes between writing and checking."""
-    from grpo_mlm.convert import check, job
+    from grpo_mlm.convert import check
 
     out = tmp_path / "out"
 
     def spoil(*args: object) -> None:
-        content = bytearray((out / FILE).read_bytes())
+        folder = Path(str(args[2]))
+        content = bytearray((folder / FILE).read_bytes())
         content[-1] ^= 1
-        (out / FILE).write_bytes(content)
-        checked(*args)
+        (folder / FILE).write_bytes(content)
+        checked(*args)  # type: ignore[arg-type]
 
     checked = check.check_output
     monkeypatch.setattr(check, "check_output", spoil)
     done = convert("export", model, out, "--verify", "hash")
     assert done.code == 4
-    assert str(out / FILE) in done.err
-    assert job  # the conversion itself is the real one
+    assert str(tmp_path / "out.partial" / FILE) in done.err
+    assert not out.exists()  # nothing that looks complete
+    monkeypatch.undo()
+    done = convert("export", model, out, "--verify", "full")  # the spoilt file is written again
+    assert done.code == 0, done.err
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_missing_and_unexpected_names_are_3(model: Path, tmp_path: Path) -> None:
@@ -212,6 +218,8 @@ def test_restart_begins_anew(model: Path, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "left.txt").write_text("over")
+    noted = {"file": "left.txt", "bytes": 4, "sha256": sha256(b"over").hexdigest()}
+    (tmp_path / "out.partial.journal").write_text('{"job": "another"}\n' + json.dumps(noted) + "\n")
     done = convert("export", model, tmp_path / "out")
     assert done.code == 2
     assert "--restart" in done.err

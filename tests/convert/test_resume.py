@@ -140,7 +140,7 @@ def test_a_source_that_changed_is_another_job(tmp_path: Path) -> None:
 def test_a_strangers_folder_is_not_touched(tmp_path: Path, source: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="another conversion"):
+    with pytest.raises(UserError, match="no conversion is known to have written"):
         convert(source, tmp_path / "out", "hf", OPTIONS, Silent())
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
 

@@ -37,7 +37,9 @@ def gradients(
     engine: MegatronEngine, batch: RolloutBatch, schedule: Schedule, weights: np.ndarray
 ) -> tuple[Arrays, float]:
     """Gradients as the optimizer would see them, and this replica's part of the loss (0 on other ranks)."""
-    loss = StepLoss(engine.config.actor, batch, weights, engine.device.torch_device)
+    config = engine.config
+    correction = config.algorithm.rollout_correction
+    loss = StepLoss(config.actor, correction, batch, weights, None, engine.device.torch_device)
     with engine.device.active():
         micros = engine.passes.accumulate_gradients(engine._packs(batch, schedule), loss)
     grads = {name: param.main_grad.numpy().copy() for name, param in engine.gpt.named_parameters()}

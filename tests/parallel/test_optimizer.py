@@ -133,5 +133,8 @@ def test_bfloat16_gradients_are_summed_in_float32(ranks: Ranks, model: Callable[
         [(once, _)] = run(jobs.gradients, batch, [[[0]]], uniform(batch))
         [(seven, _)] = run(jobs.gradients, batch, [[[0]] * 7], uniform(batch))
     for name, values in once.items():
-        assert np.array_equal(seven[name], 7 * values), name
+        if name == "output_layer.weight":  # never rounded to bf16, so sums of it round in fp32
+            np.testing.assert_allclose(seven[name], 7 * values, rtol=1e-6)
+        else:
+            assert np.array_equal(seven[name], 7 * values), name
         assert values.any(), name

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_mlm.config.functions import load_function
 from grpo_mlm.errors import UserError
-from grpo_mlm.rewards.custom import load_function
 from grpo_mlm.rewards.types import RewardResult, RewardSample
 from tests.rewards.conftest import make_sample, make_scorer, score_all
 

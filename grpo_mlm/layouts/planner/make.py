@@ -2,7 +2,7 @@
 
 It is a join of two sets of layouts over the canonical tensors, a pure function of metadata: every rank builds
 the same one, and compares digests instead of exchanging plans. In three steps: both sides are checked, the boxes
-of distinct layouts are joined (`geometry.py`), and every unit gets its source (`assignment.py`).
+of distinct layouts are joined (`geometry.py`, by `overlap.py`), and every unit gets its source (`assignment.py`).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def report(plan: Plan, itemsize: int, most_pairs: int = 32, tensors: bool = Fals
 def size(n: float) -> str:
     """A number of bytes with a unit that fits it, in powers of 1000: 16382076928 is "16.4 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
+        if n < 999.5:
             return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} TB"
