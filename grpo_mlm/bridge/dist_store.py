@@ -24,8 +24,9 @@ _BLOCK_BYTES = 4 << 20  # of whole rows of a chunk, where only some of their col
 class DistStore:
     """A checkpoint that is proven to be what config.json describes: names, shapes, dtypes, files long enough.
 
-    The optimizer, states of random generators and modules' `_extra_state` are left aside. `skipped` are the keys that
-    `allow_missing`, glob patterns, lets pass: missing ones and unknown ones.
+    The optimizer, states of random generators and modules' `_extra_state` are left aside. `skipped` are what
+    `allow_missing`, glob patterns, lets pass: canonical tensors that are missing, and unknown keys; `keys_of` says
+    under which key each would be stored.
 
     UserError as `read_index`, a file that is missing or cut short, a tensor that is not whole or no float. NamesDiffer
     as `stored_layout`.
@@ -38,7 +39,8 @@ class DistStore:
         tensors = read_index(folder, is_model_key)
         shapes = {name: stored.shape for name, stored in tensors.items()}
         try:
-            self.layout, self.skipped = stored_layout(spec, shapes, allow_missing)
+            self.layout, self.keys_of = stored_layout(spec, shapes, allow_missing)
+            self.skipped = tuple(sorted(self.keys_of))
         except NamesDiffer as error:
             raise NamesDiffer(f"{folder}: {error}") from error
         self._tensors = {name: tensors[name] for name in self.layout.shapes}

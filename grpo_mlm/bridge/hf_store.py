@@ -88,6 +88,7 @@ def file_shape(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int,
 
 def without(layout: Layout, names: Collection[str]) -> Layout:
     """The layout less these local tensors."""
+    names = set(names)
     return Layout(
         shapes={name: shape for name, shape in layout.shapes.items() if name not in names},
         pieces=tuple(piece for piece in layout.pieces if piece.local not in names),

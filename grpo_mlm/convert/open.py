@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ class Weights:
 
     `sidecar` is the folder with config.json and the tokenizer. `hf_names` are the names of the Hugging Face tensors
     that are not spelt as on the hub: a tied head that is written out, fused experts. `skipped` are names that differ
-    from the model's and were allowed to.
+    from the model's and were allowed to, `keys_of` what they are called in the files where that is another name.
     """
 
     spec: ModelSpec
@@ -39,6 +40,12 @@ class Weights:
     kind: Kind
     hf_names: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    keys_of: Mapping[str, str] = field(default_factory=dict)
+
+    def passes(self, name: str, patterns: Iterable[str]) -> bool:
+        """Whether a glob pattern matches a name that differs, or the key under which this format would store it."""
+        spelt = (name, self.keys_of.get(name, name))
+        return any(fnmatchcase(one, pattern) for pattern in patterns for one in spelt)
 
 
 def open_weights(
@@ -109,7 +116,7 @@ def _open_megatron(
     names = index_names(sidecar) if reference else _noted_names(folder / DIST_MANIFEST)
     store = DistStore(folder, spec, allow_missing)
     kind: Kind = "torch_dist" if folder == path else "megatron"
-    return Weights(spec, store, sidecar, kind, _odd_names(spec, names), tuple(store.skipped))
+    return Weights(spec, store, sidecar, kind, _odd_names(spec, names), store.skipped, store.keys_of)
 
 
 def _noted_names(manifest: Path) -> Sequence[str]:

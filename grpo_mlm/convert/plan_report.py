@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -94,7 +93,7 @@ def describe_source(weights: Weights, allow_missing: Sequence[str]) -> Source:
     unexpected = (
         set(weights.skipped) - hf_layout(weights.spec, weights.hf_names).shapes.keys() - wanted.keys()
     )
-    allowed = {x for x in missing | unexpected if any(fnmatchcase(x, pattern) for pattern in allow_missing)}
+    allowed = {name for name in missing | unexpected if weights.passes(name, allow_missing)}
     return Source(
         path=store.folder,
         kind=weights.kind,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -120,11 +119,8 @@ def _verdict(
     only_in_a = [name for name in in_a if name not in in_b]
     only_in_b = [name for name in in_b if name not in in_a]
     neither = {*a.skipped, *b.skipped} - {*in_a, *in_b}
-    allowed = {
-        name
-        for name in (*only_in_a, *only_in_b, *neither)
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    names = (*only_in_a, *only_in_b, *neither)
+    allowed = {name for name in names if a.passes(name, patterns) or b.passes(name, patterns)}
     return Verdict(
         only_in_a=tuple(name for name in only_in_a if name not in allowed),
         only_in_b=tuple(name for name in only_in_b if name not in allowed),

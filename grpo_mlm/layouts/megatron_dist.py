@@ -71,8 +71,9 @@ def dist_layout(spec: ModelSpec, per_layer: bool = False, vocab_rows: int | None
 
 def stored_layout(
     spec: ModelSpec, stored: Mapping[str, Shape], allow_missing: Collection[str] = ()
-) -> tuple[DistLayout, tuple[str, ...]]:
-    """The layout of an existing checkpoint from the keys and shapes of its tensors, and the keys let pass.
+) -> tuple[DistLayout, dict[str, str]]:
+    """The layout of an existing checkpoint from the keys and shapes of its tensors, and the names let pass, with their
+    keys: missing canonical tensors, and unknown keys by themselves.
 
     Either spelling of a norm is taken, layers stacked or by number, and any number of padding rows. What
     `is_model_key` rules out is left aside. NamesDiffer: keys that are missing, unknown ones, and shapes that
@@ -109,7 +110,7 @@ def stored_layout(
     if any(problems.values()):
         said = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
         raise NamesDiffer(f"the checkpoint does not match config.json ({spec.family}); {said}")
-    return layout, tuple(sorted(skipped))
+    return layout, {name: key for key in sorted(skipped) for name in sorted(missing.get(key, {key}))}
 
 
 def is_model_key(key: str) -> bool:

@@ -184,3 +184,25 @@ def test_numbers_of_the_config_are_finite(model: Path, tmp_path: Path, number: s
     done = convert("plan", odd, "dist")
     assert done.code == 2
     assert "rms_norm_eps is" in done.err
+
+
+def test_a_tensor_that_a_checkpoint_lacks_is_allowed_by_either_of_its_names(model: Path, tmp_path: Path) -> None:
+    """By plan, conversion, its check and verify alike, from both formats."""
+    from safetensors.torch import save_file
+
+    lacking = shutil.copytree(model, tmp_path / "lacking")
+    tensors = load_file(lacking / FILE)
+    del tensors[NORM]
+    save_file(tensors, lacking / FILE, metadata={"format": "pt"})
+    dist = tmp_path / "dist"
+    allowed = ("--allow-missing", NORM)
+    done = convert("import", lacking, dist, *allowed, "--verify", "full")
+    assert done.code == 0, done.err
+    for pattern in (NORM, "decoder.final_layernorm.*"):
+        for number, command in enumerate((("export", dist, tmp_path / f"out {pattern}"), ("plan", dist, "hf"))):
+            done = convert(*command, "--allow-missing", pattern)
+            assert done.code == 0, (number, done.err)
+        assert convert("verify", lacking, dist, "--allow-missing", NORM).code == 0
+    done = convert("plan", dist, "hf")
+    assert done.code == 3
+    assert "1 tensors missing, 0 unexpected" in done.err

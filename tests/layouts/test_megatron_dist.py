@@ -113,11 +113,12 @@ def test_names_that_may_differ() -> None:
     stored["value_head.weight"] = (1, 8)
     allowed = ["lm_head.*", "decoder.*.bias", "value_head.*"]
     layout, skipped = stored_layout(QWEN2, stored, allowed)
-    assert skipped == (
-        "decoder.layers.self_attention.linear_qkv.bias",
-        "output_layer.weight",
-        "value_head.weight",
-    )
+    qkv = "decoder.layers.self_attention.linear_qkv.bias"
+    biases = {f"model.layers.{i}.self_attn.{x}_proj.bias": qkv for i in range(QWEN2.layers) for x in "qkv"}
+    assert skipped == biases | {
+        "lm_head.weight": "output_layer.weight",
+        "value_head.weight": "value_head.weight",
+    }
     assert layout.shapes.keys() == stored.keys() - {"value_head.weight"}
     for one in allowed:
         with pytest.raises(NamesDiffer):
