@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_mlm.kernels import blocked
+from grpo_mlm.kernels.row_loss import RowGradients
 from grpo_mlm.kernels.row_stats import RowStats
 
 Backend = Literal["auto", "reference", "chunked"]
@@ -21,7 +22,7 @@ class RowOps:
 
     stats: Callable[[Tensor, Tensor], RowStats]
     """(logits [R, C], targets [R]) -> stats of each row; the logits stay."""
-    gradients_: Callable[[Tensor, Tensor, blocked.RowGradients], None]
+    gradients_: Callable[[Tensor, Tensor, RowGradients], None]
     """(logits [R, C], targets [R], gradients by the rows' values): the logits become the gradient by them."""
 
 

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_mlm.kernels.grad_logits import grad_logits_
+from grpo_mlm.kernels.row_loss import RowGradients
 from grpo_mlm.kernels.row_stats import RowStats, empty_stats, mass_and_moment, target_logits
 
-BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block; two blocks of 1 MiB are alive at a time."""
-
-
-class RowGradients(NamedTuple):
-    """Of a loss, by the log-prob and the entropy of each row, with what a row's softmax needs; each float32 `[R]`."""
-
-    log_normaliser: Tensor
-    entropy: Tensor
-    grad_logprob: Tensor
-    grad_entropy: Tensor | None
-
-    def take(self, rows: Tensor) -> RowGradients:
-        """Of some rows."""
-        return RowGradients(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
-
-    @property
-    def live(self) -> Tensor:
-        """The rows of which one gradient is not 0, int64 `[L]`, ascending."""
-        alive = self.grad_logprob != 0
-        if self.grad_entropy is not None:
-            alive |= self.grad_entropy != 0
-        return alive.nonzero()[:, 0]
+BLOCK_ELEMENTS = 1 << 19
+"""Elements of a block; two blocks of 2 MiB are alive at a time."""
 
 
 def stats(logits: Tensor, targets: Tensor) -> RowStats:

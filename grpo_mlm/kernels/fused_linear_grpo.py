@@ -3,7 +3,8 @@
 A token-level loss reads of a row of logits only log-prob and entropy, which are known once the row's softmax is. So the
 loss's gradient by them is known while the logits still exist: they become their own gradient in place, and the two
 products of the backward pass follow at once. Three matrix products, where recomputing log-probs in the backward pass
-takes four. Rows without gradient (advantage 0, clipped, rejected) leave before the last two.
+takes four. Rows without gradient (advantage 0, clipped, rejected) leave before the last two. Where memory for logits is
+too small for that, tiles are cheaper (`planner.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from torch.autograd.function import once_differentiable
 from grpo_mlm.kernels.backends import Backend, row_ops
 from grpo_mlm.kernels.planner import plan_chunks
 from grpo_mlm.kernels.reference import reference_gradients
-from grpo_mlm.kernels.single_pass import LossFn, Report, SinglePass
+from grpo_mlm.kernels.row_loss import LossFn, Report, loss_of_rows
+from grpo_mlm.kernels.row_stats import join_ranks
+from grpo_mlm.kernels.single_pass import SinglePass
+from grpo_mlm.kernels.tiles import Tiles
 from grpo_mlm.kernels.vocabulary import Shard, check_targets
 
 __all__ = ["FusedLoss", "LossFn", "fused_linear_grpo"]
@@ -76,21 +80,22 @@ def fused_linear_grpo(
             into,
         )
     else:
-        shard = Shard.of(weight, vocab_size, tp_group)
-        results = SinglePass(
-            hidden.detach(),
-            weight.detach()[: shard.columns],
-            targets - shard.first,
-            loss_fn,
-            temperature,
-            tp_group,
-            row_ops(backend, hidden),
-            # Padding counts: ranks with less of it must cut as the others do.
-            plan_chunks(len(hidden), hidden.shape[1], len(weight), weight.dtype, chunk_bytes, hidden.device),
-            entropy_grad,
-            grad_hidden,
-            None if into is None else into[: shard.columns],
-        ).run()
+        shard, ops = Shard.of(weight, vocab_size, tp_group), row_ops(backend, hidden)
+        # Padding counts: ranks with less of it must cut as the others do.
+        plan = plan_chunks(
+            len(hidden), hidden.shape[1], len(weight), weight.dtype, chunk_bytes, hidden.device
+        )
+        over = hidden.detach(), weight.detach()[: shard.columns], targets - shard.first
+        by_weight = None if into is None else into[: shard.columns]
+        if plan.mode == "columns":
+            tiles = Tiles(*over, temperature, ops, plan.columns)
+            stats = join_ranks(tiles.stats(), tp_group)
+            gradients, results = loss_of_rows(stats, loss_fn, 0, temperature, entropy_grad)
+            tiles.gradients(gradients, grad_hidden, by_weight)
+        else:
+            results = SinglePass(
+                *over, loss_fn, temperature, tp_group, ops, plan, entropy_grad, grad_hidden, by_weight
+            ).run()
     group = None if partial_hidden_grad else tp_group
     grad_weight = into if main_grad is None else None
     loss = _WithGradients.apply(hidden, weight, results.values.sum(), grad_hidden, grad_weight, group)

@@ -1,15 +1,11 @@
-"""Log-probs and entropies straight from hidden states and the output matrix.
+"""Log-probs and entropies straight from hidden states and the output matrix, in tiles (`tiles.py`).
 
-Logits exist one tile `[R, C]` at a time, C columns of this rank's vocabulary. The forward pass keeps four numbers a row
-(`row_stats.py`); the backward pass makes each tile once more, turns it into the gradient of the logits, and
-multiplies it away. Tiles span all rows because then each row of the weight's gradient is finished by one product: no
-second, fp32 copy of a `[V, H]` gradient is needed, and one collective serves each pass.
+The forward pass keeps four numbers a row (`row_stats.py`), so any function of them can follow, also one that sees whole
+samples. One collective serves each pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 import torch
@@ -18,15 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_mlm.kernels.backends import Backend, row_ops
-from grpo_mlm.kernels.blocked import RowGradients
-from grpo_mlm.kernels.matmul import logits_fp32, matmul_fp32
+from grpo_mlm.kernels.planner import tile_columns
 from grpo_mlm.kernels.reference import reference_logprobs
-from grpo_mlm.kernels.row_stats import empty_stats, join, join_ranks
+from grpo_mlm.kernels.row_loss import RowGradients
+from grpo_mlm.kernels.row_stats import join_ranks
+from grpo_mlm.kernels.tiles import Tiles
 from grpo_mlm.kernels.vocabulary import Shard, check_targets
-
-# Wider tiles fall out of the cache: one over 49152 columns and 1000 rows takes twice as long.
-CPU_COLUMNS = 1024
-TILES_ALIVE = 3  # fp32 tiles of the same size that are alive at once
 
 
 def linear_logprobs(
@@ -69,16 +62,17 @@ class _LinearLogprobs(torch.autograd.Function):
         tp_group: dist.ProcessGroup | None,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        shard, ops = Shard.of(weight, vocab_size, tp_group), row_ops(backend, hidden)
+        shard = Shard.of(weight, vocab_size, tp_group)
         targets = targets - shard.first
-        tiles = list(_tiles(shard.columns, hidden, chunk_bytes))
-        pieces = (ops.stats(logits_fp32(hidden, weight[a:b], 1 / temperature), targets - a) for a, b in tiles)
-        stats = join_ranks(reduce(join, pieces, empty_stats(len(hidden), hidden.device)), tp_group)
-        logprob, entropy = stats.logprob, stats.entropy
+        width = tile_columns(len(hidden), chunk_bytes, hidden.device)
+        tiles = Tiles(hidden, weight[: shard.columns], targets, temperature, row_ops(backend, hidden), width)
+        stats = join_ranks(tiles.stats(), tp_group)
+        entropy = stats.entropy
         ctx.save_for_backward(hidden, weight, targets, stats.log_normaliser, entropy)
-        ctx.temperature, ctx.tiles, ctx.tp_group, ctx.ops = temperature, tiles, tp_group, ops
+        ctx.temperature, ctx.tp_group, ctx.columns = temperature, tp_group, shard.columns
+        ctx.ops, ctx.width = tiles.ops, width
         ctx.set_materialize_grads(False)
-        return logprob, entropy
+        return stats.logprob, entropy
 
     @staticmethod
     @once_differentiable
@@ -91,20 +85,8 @@ class _LinearLogprobs(torch.autograd.Function):
         rows = RowGradients(log_normaliser, entropy, by_logprob, by_entropy)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for a, b in ctx.tiles:
-            tile = logits_fp32(hidden, weight[a:b], 1 / ctx.temperature)
-            ctx.ops.gradients_(tile, targets - a, rows)
-            grad_hidden += matmul_fp32(tile, weight[a:b])
-            if grad_weight is not None:
-                grad_weight[a:b] = matmul_fp32(tile.T, hidden)
+        tiles = Tiles(hidden, weight[: ctx.columns], targets, ctx.temperature, ctx.ops, ctx.width)
+        tiles.gradients(rows, grad_hidden, None if grad_weight is None else grad_weight[: ctx.columns])
         if ctx.tp_group is not None and ctx.tp_group.size() > 1:
             dist.all_reduce(grad_hidden, group=ctx.tp_group)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
-
-
-def _tiles(columns: int, hidden: Tensor, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    width = max(1, chunk_bytes // (4 * TILES_ALIVE * max(len(hidden), 1)))
-    if not hidden.is_cuda:
-        width = min(width, CPU_COLUMNS)
-    for begin in range(0, columns, width):
-        yield begin, min(begin + width, columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -40,23 +39,22 @@ def logits_fp32(
     return out if scale == 1 else out.mul_(scale)
 
 
-def inner_product(tile: Tensor, weight: Tensor, columns: int = BLOCK_COLUMNS) -> Tensor:
-    """`tile @ weight`, float32 `[L, H]`, of tile `[L, C]` and weight `[C, H]`, where C is large."""
+def add_inner(into: Tensor, tile: Tensor, weight: Tensor, columns: int = BLOCK_COLUMNS) -> None:
+    """`into += tile @ weight`, float32 `[L, H]`, of tile `[L, C]` and weight `[C, H]`, where C is large."""
     if tile.dtype == weight.dtype == torch.float32:
-        return tile @ weight
-    products = (matmul_fp32(tile[:, a:b], weight[a:b]) for a, b in _blocks(len(weight), columns))
-    return reduce(Tensor.add_, products, torch.zeros(len(tile), weight.shape[1], device=tile.device))
+        into.addmm_(tile, weight)
+        return
+    for a, b in _blocks(len(weight), columns):
+        into.add_(matmul_fp32(tile[:, a:b], weight[a:b]))
 
 
-def accumulate(
-    into: Tensor, tile: Tensor, hidden: Tensor, scale: float, columns: int = BLOCK_COLUMNS
-) -> None:
-    """`into += scale * tile.T @ hidden`, float32 `[C, H]`, of tile `[L, C]` and hidden `[L, H]`."""
-    if tile.dtype == hidden.dtype == torch.float32:
-        into.addmm_(tile.T, hidden, alpha=scale)
+def add_outer(into: Tensor, tile: Tensor, hidden: Tensor, columns: int = BLOCK_COLUMNS) -> None:
+    """`into += tile.T @ hidden`, `[C, H]`, of tile `[L, C]` and hidden `[L, H]`, where C is large."""
+    if into.dtype == tile.dtype == hidden.dtype == torch.float32:
+        into.addmm_(tile.T, hidden)
         return
     for a, b in _blocks(len(into), columns):
-        into[a:b].add_(matmul_fp32(tile[:, a:b].T, hidden), alpha=scale)
+        into[a:b].add_(matmul_fp32(tile[:, a:b].T, hidden))
 
 
 def _blocks(total: int, step: int) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mlm.kernels.single_pass import LossFn, RowResults
+from grpo_mlm.kernels.row_loss import LossFn, RowResults
 from grpo_mlm.kernels.vocabulary import Shard
 
 

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mlm.kernels.backends import RowOps
-from grpo_mlm.kernels.blocked import RowGradients, compact_
-from grpo_mlm.kernels.matmul import accumulate, inner_product, logits_fp32
+from grpo_mlm.kernels.blocked import compact_
+from grpo_mlm.kernels.matmul import add_inner, add_outer, logits_fp32
 from grpo_mlm.kernels.planner import Chunks
-from grpo_mlm.kernels.row_stats import RowStats, join_ranks
-
-Report = dict[str, Tensor]
-LossFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Report]]
-"""(log-probs [r], entropies [r], which rows int64 [r]) -> (loss of each row [r], what to report of each row [r]).
-
-Element by element: a row's loss depends on that row alone. Differentiable by log-probs and entropies."""
-
-
-class RowResults(NamedTuple):
-    """What a pass finds out about each row, `[R]`, in order."""
-
-    values: Tensor  # the rows' loss
-    logprobs: Tensor
-    entropy: Tensor
-    report: Report
-
-    @staticmethod
-    def join(parts: list[RowResults]) -> RowResults:
-        """Those of consecutive rows, at least one part."""
-        values, logprobs, entropy, reports = zip(*parts, strict=True)
-        report = {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
-        return RowResults(torch.cat(values), torch.cat(logprobs), torch.cat(entropy), report)
+from grpo_mlm.kernels.row_loss import LossFn, RowResults, loss_of_rows
+from grpo_mlm.kernels.row_stats import join_ranks
 
 
 @dataclass(frozen=True)
@@ -69,7 +46,9 @@ class SinglePass:
         hidden, targets = self.hidden[rows], self.targets[rows]
         logits_fp32(hidden, self.weight, 1 / self.temperature, logits, self.chunks.columns)
         stats = join_ranks(self.ops.stats(logits, targets), self.group)
-        gradients, results = self._loss(rows, stats)
+        gradients, results = loss_of_rows(
+            stats, self.loss_fn, rows.start, self.temperature, self.entropy_grad
+        )
         live = gradients.live
         if len(live):
             tile = compact_(logits, live)
@@ -77,28 +56,9 @@ class SinglePass:
             self._multiply(tile, rows, live)
         return results
 
-    def _loss(self, rows: slice, stats: RowStats) -> tuple[RowGradients, RowResults]:
-        """The rows' loss, and its gradient by log-prob and by entropy, None where that is not wanted or not there."""
-        logprobs, entropy = stats.logprob, stats.entropy
-        leaves = (logprobs, entropy) if self.entropy_grad else (logprobs,)
-        with torch.enable_grad():
-            for leaf in leaves:
-                leaf.requires_grad_()
-            index = torch.arange(rows.start, rows.stop, device=logprobs.device)
-            values, report = self.loss_fn(logprobs, entropy, index)
-            by_logprob, *by_entropy = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        values, logprobs, entropy = values.detach(), logprobs.detach(), entropy.detach()
-        by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob
-        gradients = RowGradients(
-            stats.log_normaliser, entropy, by_logprob, by_entropy[0] if by_entropy else None
-        )
-        return gradients, RowResults(values, logprobs, entropy, {k: v.detach() for k, v in report.items()})
-
     def _multiply(self, tile: Tensor, rows: slice, live: Tensor) -> None:
-        """The gradient by scaled logits `[L, C]` is one by logits but for the scale, which goes to smaller tensors."""
-        by_hidden = inner_product(tile, self.weight, self.chunks.columns)
-        self.grad_hidden[rows].index_copy_(0, live, by_hidden.div_(self.temperature))
+        by_hidden = torch.zeros(len(live), self.hidden.shape[1], device=tile.device)
+        add_inner(by_hidden, tile, self.weight, self.chunks.columns)
+        self.grad_hidden[rows].index_copy_(0, live, by_hidden)
         if self.grad_weight is not None:
-            accumulate(
-                self.grad_weight, tile, self.hidden[rows][live], 1 / self.temperature, self.chunks.columns
-            )
+            add_outer(self.grad_weight, tile, self.hidden[rows][live], self.chunks.columns)

@@ -186,7 +186,9 @@ def test_numbers_of_the_config_are_finite(model: Path, tmp_path: Path, number: s
     assert "rms_norm_eps is" in done.err
 
 
-def test_a_tensor_that_a_checkpoint_lacks_is_allowed_by_either_of_its_names(model: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_a_checkpoint_lacks_is_allowed_by_either_of_its_names(
+    model: Path, tmp_path: Path
+) -> None:
     """By plan, conversion, its check and verify alike, from both formats."""
     from safetensors.torch import save_file
 
@@ -199,7 +201,9 @@ def test_a_tensor_that_a_checkpoint_lacks_is_allowed_by_either_of_its_names(mode
     done = convert("import", lacking, dist, *allowed, "--verify", "full")
     assert done.code == 0, done.err
     for pattern in (NORM, "decoder.final_layernorm.*"):
-        for number, command in enumerate((("export", dist, tmp_path / f"out {pattern}"), ("plan", dist, "hf"))):
+        for number, command in enumerate(
+            (("export", dist, tmp_path / f"out {pattern}"), ("plan", dist, "hf"))
+        ):
             done = convert(*command, "--allow-missing", pattern)
             assert done.code == 0, (number, done.err)
         assert convert("verify", lacking, dist, "--allow-missing", NORM).code == 0

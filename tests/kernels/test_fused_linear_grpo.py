@@ -25,9 +25,17 @@ fused_loss = partial(fused_linear_grpo, entropy_grad=True)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of columns end inside of the vocabulary here too, and the budgets of these tests are for logits alone."""
+    """Blocks of columns end inside of the vocabulary here too, and the budgets of these tests are for logits alone: of
+    as few rows as they hold, or of tiles."""
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(planner, "_BLOCK_BYTES", 0)
+    monkeypatch.setattr(planner, "_FEWEST_ROWS", {"cpu": 1})
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk of rows is high enough."""
+    monkeypatch.setattr(planner, "_FEWEST_ROWS", {"cpu": 1 << 30})
 
 
 def linear_loss(by_logprob: Tensor, by_entropy: Tensor | None) -> LossFn:
@@ -124,10 +132,8 @@ def test_only_rows_with_a_gradient_enter_the_backward_products() -> None:
             self.rows: list[int] = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
-                self.rows.append(
-                    args[-2].shape[0] if func is torch.ops.aten.mm.default else args[-1].shape[0]
-                )
+            if func is torch.ops.aten.addmm_.default:  # into += tile @ weight, into += tile.T @ hidden
+                self.rows.append(min(args[1].shape))
             return func(*args, **(kwargs or {}))
 
     h, w, targets = problem()
@@ -261,6 +267,32 @@ class Storages(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_bytes", [7 * A_ROW, 2 * A_ROW], ids=["ragged_tiles", "columns"])
+@pytest.mark.parametrize("entropy_term", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_tiles_have_the_same_values_and_gradients(
+    temperature: float, chunk_bytes: int, entropy_term: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    h, w, targets = problem(dtype=dtype)
+    by_logprob, by_entropy = slopes()
+    by_entropy = by_entropy if entropy_term else torch.zeros(ROWS)
+    main_grad = torch.full(w.shape, 0.25)
+    fn = linear_loss(by_logprob, by_entropy)
+    with Storages() as seen:
+        fused = fused_loss(h, w, targets, fn, temperature, VOCAB, chunk_bytes, main_grad=main_grad)
+    fused.loss.backward()
+    assert max(seen.sizes) <= max(chunk_bytes // 3, 4 * w.numel() // 3)
+    logp, entropy, r_h, r_w = reference(h, w, targets, temperature, VOCAB, by_logprob, by_entropy)
+    torch.testing.assert_close(fused.logprobs.double(), logp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(fused.entropy.double(), entropy, rtol=0, atol=1e-5)
+    assert h.grad is not None
+    assert relative(h.grad, r_h) < tolerance
+    assert relative(main_grad - 0.25, r_w) < max(tolerance, 1e-5)
+    assert fused.report["row"].tolist() == list(range(ROWS))
+
+
 @pytest.mark.parametrize("rows", [64, 256])
 def test_the_workspace_is_the_budget_whatever_the_number_of_rows(rows: int) -> None:
     """No tensor of rows by vocabulary: but for the gradients, nothing is larger than a chunk of 8 rows of logits."""
@@ -360,10 +392,20 @@ def test_chunks_are_few_and_equal(
 def test_the_plan_leaves_room_for_what_is_beside_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda, mib = torch.device("cpu"), torch.device("cuda"), 1 << 20
     monkeypatch.undo()  # the real blocks
-    # 151936 columns of fp32 are 0.5796 MiB a row. 3 MiB of blocks on the CPU: 22 / 0.5796 = 37 rows.
-    assert plan_chunks(1024, 512, 151936, torch.float32, 25 * mib, cpu) == Chunks("rows", 37, 151936)
-    assert plan_chunks(1024, 512, 151936, torch.float32, 25 * mib, cuda) == Chunks("rows", 43, 151936)
-    # bf16: 16 MiB for two fp32 [4096, 512], then 48 / 0.5796 = 82 rows.
-    assert plan_chunks(1024, 512, 151936, torch.bfloat16, 64 * mib, cuda) == Chunks("rows", 82, 4096)
+    # 151936 columns of fp32 are 0.5796 MiB a row. 4 MiB of blocks on the CPU: 74 / 0.5796 = 127 rows.
+    assert plan_chunks(1024, 512, 151936, torch.float32, 78 * mib, cpu) == Chunks("rows", 127, 151936)
+    assert plan_chunks(8192, 512, 151936, torch.float32, 1024 * mib, cuda) == Chunks("rows", 1766, 151936)
+    # bf16: 256 MiB for two fp32 [8192, 4096], then 768 / 0.5796 = 1325 rows.
+    assert plan_chunks(8192, 4096, 151936, torch.bfloat16, 1024 * mib, cuda) == Chunks("rows", 1325, 8192)
     # A rank of eight at 8192 rows: 0.58 GiB of logits at once.
     assert plan_chunks(8192, 4096, 18992, torch.float32, 1024 * mib, cuda).mode == "whole"
+
+
+def test_where_chunks_would_be_low_there_are_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda, mib = torch.device("cpu"), torch.device("cuda"), 1 << 20
+    monkeypatch.undo()
+    # 41 MiB are 63 rows and blocks, 42 are 65. Tiles of 1024 columns, or three [8192, 2730] in 256 MiB.
+    assert plan_chunks(1024, 512, 151936, torch.float32, 41 * mib, cpu) == Chunks("columns", 1024, 1024)
+    assert plan_chunks(1024, 512, 151936, torch.float32, 42 * mib, cpu).mode == "rows"
+    assert plan_chunks(8192, 512, 151936, torch.float32, 256 * mib, cuda) == Chunks("columns", 8192, 2730)
+    assert plan_chunks(30, 512, 151936, torch.float32, 25 * mib, cpu).mode == "whole"
